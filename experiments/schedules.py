@@ -55,32 +55,14 @@ class SchedulesFlags:
     """Folder for a timeline of each shown schedule, as SVG."""
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What one schedule costs. Bubbles and memory are of the table (every action one tick), times of the costs."""
-
-    schedule: Schedule
-    idle_over_ideal: float
-    idle_share: float
-    peak: float
-    """Activations in flight on the worst stage, in those of a stage's layers for one micro-batch."""
-    lock_step: float
-    """Seconds, where every stage waits for both neighbours at every tick."""
-    pairs: float
-    """Seconds, where a message holds up its sender and its receiver alone."""
-    textbook: float
-    """Seconds, waiting only for what is needed."""
-
-
 def main(flags: SchedulesFlags, console: Console) -> int:
     shown = shown_schedules(flags)
     folder = make_folder("--draw", flags.draw)
     if len(shown) == 1:
         console.print(draw(shown[0]), soft_wrap=True, markup=False)
         print_stages(flags, shown[0], console)
-    sizes = (shown[0].num_stages, shown[0].num_microbatches)
-    baseline = measure(flags, make_schedule("1f1b", *sizes))
-    print_comparison([measure(flags, schedule) for schedule in shown], baseline, console)
+    baseline = make_schedule("1f1b", shown[0].num_stages, shown[0].num_microbatches)
+    print_comparison(flags, shown, baseline, console)
     if folder is not None:
         draw_all(flags, shown, baseline, folder, console)
     return 0
@@ -124,45 +106,32 @@ def chunk_costs(flags: SchedulesFlags, schedule: Schedule) -> Costs:
     return Costs(*(time / schedule.num_chunks for time in times))
 
 
-def measure(flags: SchedulesFlags, schedule: Schedule) -> Figures:
-    table = simulate(schedule)
-    costs = chunk_costs(flags, schedule)
-    return Figures(
-        schedule,
-        table.idle_over_ideal,
-        table.idle_share,
-        max(in_flight(schedule)) / schedule.num_chunks,
-        simulate(schedule, costs, flags.link, "ticks").makespan,
-        simulate(schedule, costs, flags.link, "pairs").makespan,
-        simulate(schedule, costs, flags.link, "dependencies").makespan,
-    )
+def bubble_and_peak(schedule: Schedule) -> tuple[float, float]:
+    """(idle time over work, every action one tick; activations in flight on the worst stage, in those of a stage's
+    layers for one micro-batch)."""
+    return simulate(schedule).idle_over_ideal, max(in_flight(schedule)) / schedule.num_chunks
 
 
 def ratio(value: float, baseline: float) -> str:
     return f"{value / baseline:.2f}" if baseline else "-"
 
 
-def print_comparison(rows: list[Figures], baseline: Figures, console: Console) -> None:
-    schedule = baseline.schedule
+def print_comparison(flags: SchedulesFlags, shown: list[Schedule], baseline: Schedule, console: Console) -> None:
     figures = ("chunks", "ticks", "idle / ideal", "idle share", "bubble / 1F1B's")
     more = ("peak in flight", "/ 1F1B's", "lock-step s", "in pairs s", "textbook s")
-    table = Rows("schedule", *figures, *more)
-    for row in rows:
+    table, (least_bubble, least_peak) = Rows("schedule", *figures, *more), bubble_and_peak(baseline)
+    for schedule in shown:
+        bubble, peak = bubble_and_peak(schedule)
+        costs, share = chunk_costs(flags, schedule), simulate(schedule).idle_share
+        times = (simulate(schedule, costs, flags.link, each).makespan for each in ("ticks", "pairs", "dependencies"))
         table.add_row(
-            row.schedule.name,
-            str(row.schedule.num_chunks),
-            str(row.schedule.num_ticks),
-            f"{100 * row.idle_over_ideal:.1f} %",
-            f"{100 * row.idle_share:.1f} %",
-            ratio(row.idle_over_ideal, baseline.idle_over_ideal),
-            f"{row.peak:g}",
-            ratio(row.peak, baseline.peak),
-            f"{row.lock_step:g}",
-            f"{row.pairs:g}",
-            f"{row.textbook:g}",
+            *(schedule.name, str(schedule.num_chunks), str(schedule.num_ticks)),
+            *(f"{100 * bubble:.1f} %", f"{100 * share:.1f} %", ratio(bubble, least_bubble)),
+            *(f"{peak:g}", ratio(peak, least_peak)),
+            *(f"{seconds:g}" for seconds in times),
         )
     console.print(
-        f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches (simulated)", style="italic"
+        f"{baseline.num_stages} stages, {baseline.num_microbatches} micro-batches (simulated)", style="italic"
     )
     table.print(console, under=more)
     console.print(
@@ -188,15 +157,15 @@ def print_stages(flags: SchedulesFlags, schedule: Schedule, console: Console) ->
     table.print(console)
 
 
-def draw_all(flags: SchedulesFlags, shown: list[Schedule], baseline: Figures, folder: Path, console: Console) -> None:
+def draw_all(flags: SchedulesFlags, shown: list[Schedule], baseline: Schedule, folder: Path, console: Console) -> None:
+    least_bubble, least_peak = bubble_and_peak(baseline)
     for schedule in shown:
-        figures = measure(flags, schedule)
+        bubble, peak = bubble_and_peak(schedule)
         title = f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
         title += ", messages travel during a tick" * (schedule.send_latency == 2)
         subtitle = (
-            f"with even ticks a bubble of {100 * figures.idle_over_ideal:.1f} % of the work"
-            f" ({ratio(figures.idle_over_ideal, baseline.idle_over_ideal)} x 1F1B's), at most {figures.peak:g}"
-            f" activations in flight ({ratio(figures.peak, baseline.peak)} x 1F1B's)"
+            f"with even ticks a bubble of {100 * bubble:.1f} % of the work ({ratio(bubble, least_bubble)} x 1F1B's), at"
+            f" most {peak:g} activations in flight ({ratio(peak, least_peak)} x 1F1B's)"
         )
         picture = standalone(schedule_picture(schedule, title, subtitle, chunk_costs(flags, schedule)), title)
         write_output("--draw", str(folder / f"{schedule.name}.svg"), picture)

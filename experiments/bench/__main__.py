@@ -18,7 +18,7 @@ from jaxdist.errors import ConfigError, require_positive, require_within
 from jaxdist.models.registry import SIZES
 from jaxdist.strategy import ParallelConfig
 
-from ..cli import refuse_ignored, require_formulas, require_writable, run_program, set_precision
+from ..cli import flag_word, refuse_ignored, require_formulas, require_writable, run_program, set_precision
 from .flags import BenchFlags
 from .rows import describe_machine, print_rows, write_rows
 
@@ -68,25 +68,17 @@ def main(flags: BenchFlags, console: Console) -> int:
     require_positive("repeats", flags.repeats)
     require_positive("save_every", flags.save_every)
     module, function, unused = BENCHES[flags.which]
-    strategy = (
-        set()
-        if flags.which in ("step", "profile", "standin", "roofline")
-        else STRATEGY - ({"mesh"} if flags.which == "collectives" else set())
-    )
-    everything = {field.name for field in dataclasses.fields(flags)}
-    others = set().union(*OWN.values()) - OWN.get(flags.which, set())
-    refuse_ignored(flags, everything - others, f"`{flags.which}` has no use for it")
-    refuse_ignored(flags, everything - (ALL_ROWS & unused), f"`{flags.which}` has no rows that could be left out")
-    used = everything - strategy - unused
-    refuse_ignored(flags, used, f"the table of `{flags.which}` has rows of its own and would not use it")
+    used = {field.name for field in dataclasses.fields(flags)} - unused - set().union(*OWN.values())
+    if flags.which not in ("step", "profile", "standin", "roofline"):
+        used -= STRATEGY - ({"mesh"} if flags.which == "collectives" else set())
+    refuse_ignored(flags, used | OWN.get(flags.which, set()), f"`{flags.which}` has no use for it")
     require_writable("--json", flags.json)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a peer's process needs memory of the card as well
-    if not flags.depths:
-        raise ConfigError("--depths", "there must be at least one number of layers", "Use --depths 12 48")
     for gigabytes in flags.gigabytes:
         require_within("gigabytes", gigabytes, 0.01, 1000)
-    if not flags.gigabytes:
-        raise ConfigError("--gigabytes", "there must be at least one size of 0.01 or more", "Use --gigabytes 0.1 1 10")
+    for name in ("depths", "gigabytes", "message_bytes"):
+        if not getattr(flags, name):
+            raise ConfigError(flag_word(name, None), "must have at least one number", "Leave it out")
     config = flags.run_config()
     if flags.which not in ("experts", "roofline"):
         require_formulas("bench", config.model)

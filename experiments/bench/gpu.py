@@ -30,6 +30,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.files import write_whole
 from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
 
+from ..cli import make_folder, require_writable
 from .rows import describe_machine
 
 Clock = Callable[[], float]
@@ -106,7 +107,7 @@ def plan_sections(flags: GpuFlags, num_gpus: int = 1) -> list[Section]:
 def main(flags: GpuFlags, console: Console) -> int:
     deadline = time.monotonic() + 60 * flags.time_limit_minutes
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # else this process alone would hold most of the card
-    plan_sections(flags)
+    plan_sections(flags)  # refuses flags before anything is started
     devices = require_gpu()
     sections = plan_sections(flags, len(jax.devices("gpu")))
     with tempfile.TemporaryDirectory() as folder:
@@ -215,22 +216,14 @@ def run_command(command: list[str], output: Path, log: Path, seconds: float) -> 
 
 
 class Report:
-    """`gpu.json` and `gpu.md` in a folder, rewritten after every section.
-
-    Raises: ConfigError where the folder cannot be written.
-    """
+    """`gpu.json` and `gpu.md` in a folder, rewritten after every section."""
 
     def __init__(self, out: str, header: dict):
-        self.folder, self.header = Path(out), header
+        self.folder, self.header = make_folder("--out", out), header
         self.sections: list[Entry] = []
         self.rows: list[dict] = []
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._write()
-        except OSError as error:
-            raise ConfigError(
-                f"--out {out}", f"it cannot be written ({error.strerror})", "Name a folder that you may write"
-            ) from error
+        require_writable("--out", str(self.folder / "gpu.json"))
+        self._write()
 
     @property
     def failed(self) -> bool:

@@ -113,13 +113,13 @@ BAD = [
     (["step", "--repeats", "0"], "--repeats 0"),
     (["peers", "--dtype", "bfloat16"], "Add --only 'one device'"),
     (["peers", "--dtype", "float16"], "float32 or bfloat16"),
-    (["kernels", "--optimizer", "lion"], "rows of its own"),
-    (["parity", "--dtype", "bfloat16"], "rows of its own"),
+    (["kernels", "--optimizer", "lion"], "has no use for it"),
+    (["parity", "--dtype", "bfloat16"], "has no use for it"),
     (["standin"], "Use --mesh dp=8"),
     (["standin", "--mesh", "pp=2"], "first stage"),
-    (["peers", "--mesh", "dp=2"], "rows of its own"),
+    (["peers", "--mesh", "dp=2"], "has no use for it"),
     (["collectives", "--mesh", "dp=2,tp=2"], "one axis"),
-    (["collectives", "--zero", "3"], "rows of its own"),
+    (["collectives", "--zero", "3"], "has no use for it"),
     (["compile", "--json", "/nowhere/x.json"], "--json"),
 ]
 

@@ -103,7 +103,7 @@ def test_every_section_is_a_command_that_its_bench_takes(section, monkeypatch):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="must be a folder"):
         Report(str(tmp_path / "file" / "out"), {})
 
 
