@@ -140,18 +140,18 @@ def bent_backward(where, name: str, change: Callable, wanted: Callable = lambda 
     return plant
 
 
-def no_sum(name: str, partial_sum: Callable, layer: int | None = None) -> Callable:
-    """A bug: what a function of `tensor` sums over tp is this rank's partial sum."""
+def no_sum(where, name: str, partial_sum: Callable, layer: int | None = None) -> Callable:
+    """A bug: what a function sums over tp is this rank's partial sum."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        function = getattr(tensor, name)
+        function = getattr(where, name)
 
         def wrong(*args):
             total = function(*args)
             gap = pretend(partial_sum(*args) - total, total)
             return total + jnp.where(is_there(layer, None, Here.layer), gap, 0)
 
-        patch.setattr(tensor, name, wrong)
+        patch.setattr(where, name, wrong)
 
     return plant
 
@@ -371,8 +371,16 @@ BUGS = [
     Bug("the-mask", "dp2-tp2", sees_the_future, FORWARD, ATTENDED, 1, (0,), TP_SUM),
     Bug("a-scatter", "dp2-tp2-sp", row(layer=0, rank=2), FORWARD, OUT, 0, (2,), TP_SCATTER),
     Bug("an-embedding", "dp2-tp2", embedded(rank=2), FORWARD, EMBEDDED, 0, (2,), TP_SUM, (4, 5, 6, 7)),
-    Bug("no-sum", "dp2-tp2", no_sum("row_parallel", partial_product, 1), FORWARD, OUT, 1, ALL),
-    Bug("no-table-sum", "dp2-tp2", no_sum("vocab_parallel_embedding", own_rows), FORWARD, EMBEDDED, 0, (1, 3)),
+    Bug("no-sum", "dp2-tp2", no_sum(tensor, "row_parallel", partial_product, 1), FORWARD, OUT, 1, ALL),
+    Bug(
+        "no-table-sum",
+        "dp2-tp2",
+        no_sum(vocabulary, "vocab_parallel_embedding", own_rows),
+        FORWARD,
+        EMBEDDED,
+        0,
+        (1, 3),
+    ),
     Bug("a-loss", "dp2-tp2", losses(rank=1), FORWARD, LOSSES, 0, (1,), TP_SUM, ROWS),
     Bug("no-sum-in-backward", "dp2-tp2", no_sum_in_backward, BACKWARD, MLP_IN, 1, ALL, TP_SUM),
     Bug("a-gradient", "dp2-tp2", bent(at(0, 2), in_mlp), BACKWARD, HIDDEN, 0, (2,), f"{TP_SUM} in column_parallel"),
