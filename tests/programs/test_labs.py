@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -51,6 +52,8 @@ def test_a_lab_passes_its_checks_is_caught_when_broken_and_is_what_its_page_says
         assert alike(found[0], pages.answered(found, whole.guesses[found["key"]])), found["key"]
     assert blocks.keys() == shown.keys(), "the page lacks a block that the lab makes"
     assert pages.questions_of(page).keys() == whole.guesses.keys(), "the page lacks a question that the lab answers"
+    for make in whole.pictures.values():
+        assert ElementTree.fromstring(make()).tag.endswith("svg")
     drawn = {pages.file_name(lab, name) for name in whole.pictures}
     assert drawn == {path.name for path in (PAGES / pages.DRAWN).glob(f"{name}-*.svg")}
 
