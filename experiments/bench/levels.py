@@ -21,16 +21,15 @@ from jaxdist.mesh import parse_mesh
 from jaxdist.models.lora import ALPHA_PER_RANK, LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import SIZES
-from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.proof.compile import CUDA_CARDS, without_devices
 from jaxdist.plan.proof.executed import Miscounted, executed_step, miscounted
 from jaxdist.plan.proof.levels import Levels, levels
-from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 from ..cli import CommonFlags, chosen, refuse_ignored, require_writable, set_precision, write_output
 from ..progress import Progress
 from ..tables import print_columns
+from .timing import planned_memory
 
 LAYOUTS: list[tuple[str, dict]] = [
     ("", {}),
@@ -222,8 +221,7 @@ def name_of(layout: tuple[str, dict]) -> str:
 
 def formula_bytes(config: RunConfig) -> float:
     """What the search would say (`jaxdist.plan.program_memory`)."""
-    layout = Candidates.of(config)
-    return float(program_bytes(config, layout, pipelines(config, layout), config.attention).total[0])
+    return float(planned_memory(config).total[0])
 
 
 def with_layout(base: RunConfig, mesh: str, more: dict, target: str) -> RunConfig:

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import socket
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from jaxdist.specs import rows_spec, shardings, storage_specs
 from jaxdist.train.program import build_program
 
 from .. import plain
+from ..launch import free_port
 from .flags import BenchFlags
 from .overhead import timed_plain
 from .rows import Measured, Row, ratios
@@ -181,16 +181,13 @@ def torch_peers(
 
 
 def start_workers(config, num_processes: int, code: str, compiled: bool, wrap: str, devices: Devices) -> list[Worker]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     asked = {
         "model": dataclasses.asdict(config.model),
         "code": code,
         "compiled": compiled,
         "wrap": wrap,
         "num_processes": num_processes,
-        "port": port,
+        "port": free_port(),
         "device": "cuda" if devices.platform == "gpu" else "cpu",  # where ours runs
         "dtype": config.precision.dtype,
     }

@@ -13,15 +13,13 @@ from rich.console import Console
 
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import make_mesh
 from jaxdist.plan.proof.executed import lines
 from jaxdist.plan.proof.roofline import phase_of
 from jaxdist.runtime.devices import acquire_devices
-from jaxdist.train.program import build_program
 
 from .flags import BenchFlags
 from .rows import Measured, Row
-from .timing import full_batch, timed
+from .timing import timed_step
 
 SHOWN = 20
 
@@ -29,10 +27,7 @@ SHOWN = 20
 def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """The step of --mesh under JAX's profiler. Operations of all devices are added up."""
     devices = acquire_devices(config.parallel.mesh.num_devices, flags.device)
-    program = build_program(config, make_mesh(config.parallel.mesh, devices.devices))
-    compiled = program.compile_step()
-    batch = program.put(full_batch(config))
-    step = timed(compiled, program.init(config.seed), batch, config.parallel.mesh, program.iterations())
+    step = timed_step(config, devices)
     before = resource.getrusage(resource.RUSAGE_SELF)
     seconds = [step.run() for _ in range(flags.repeats)]
     after = resource.getrusage(resource.RUSAGE_SELF)
@@ -44,7 +39,7 @@ def bench_profile(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     if not found:
         raise ConfigError("profile", f"{devices.platform} must report operations to JAX's profiler", "Use --device cpu")
 
-    origins = origins_of(compiled.as_text())
+    origins = origins_of(step.compiled.as_text())
     totals, counts = Counter(), Counter()
     for name, own, count in found:
         totals[origins.get(name, ("", "others"))] += own / flags.repeats

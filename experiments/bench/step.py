@@ -15,9 +15,7 @@ from jaxdist.layout import replace_entry
 from jaxdist.mesh import make_mesh
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.parallel.reduce import reduce_gradients
-from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.proof.trace_memory import step_memory
-from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.specs import storage_spec, storage_specs
 from jaxdist.train.gradients import pipelined, plain
@@ -27,7 +25,7 @@ from jaxdist.train.program import Program, batch_specs, build_program, compiled_
 from .flags import BenchFlags
 from .rows import Measured, Row
 from .speed import CONVENTIONS, speed_rows
-from .timing import full_batch, repeated
+from .timing import full_batch, planned_memory, repeated
 
 PHASES = ("forward", "backward", "reduction", "update")
 AT_ONCE = 3  # steps that an accelerator gets in a row
@@ -106,10 +104,7 @@ def memory_rows(program: Program, step, devices: Devices, before: int | None, af
     }
     schedule = config.parallel.pipeline
     if schedule is None or schedule.name in NAMES:
-        layouts = Candidates.of(config)
-        attention = program.model.ctx.attention
-        formula = program_bytes(config, layouts, pipelines(config, layouts), attention)
-        found["predicted by formula"] = float(formula.total[0])
+        found["predicted by formula"] = float(planned_memory(config, program.model.ctx.attention).total[0])
     if after is not None:
         raised = "measured" if after > before else "measured, but not raised by the step"
         found |= {"measured before the step": before, raised: after}

@@ -8,11 +8,9 @@ from jaxdist.config import RunConfig
 from jaxdist.mesh import make_abstract_mesh
 from jaxdist.parity import PROOF_EPS, PROOF_LR
 from jaxdist.placement import make_layout
-from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.proof.levels import compiler_of
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.proof.trace_memory import step_memory
-from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.plan.traffic import predicted
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
@@ -21,7 +19,7 @@ from ..cli import chosen
 from ..verify import Verifier
 from .flags import BenchFlags
 from .rows import Measured, Row
-from .timing import timed_step, with_parallel
+from .timing import planned_memory, timed_step, with_parallel
 
 STRATEGY_ROWS: list[tuple[str, str, dict]] = [
     ("DP flat", "dp=4", {"grad_sync": "flat"}),
@@ -75,8 +73,7 @@ def bench_strategies(flags: BenchFlags, config: RunConfig, console: Console) -> 
 
 def planned_bytes(config: RunConfig, target: str | None) -> tuple[float, int, int]:
     """(state and sent bytes of a device, by the planner's closed forms; its peak, from the traced step)."""
-    layouts = Candidates.of(config)
-    memory = program_bytes(config, layouts, pipelines(config, layouts), config.attention)
+    memory = planned_memory(config)
     messages = predicted(config, make_layout(config.model, config.parallel, config.part_layers))
     program = build_program(config, make_abstract_mesh(config.parallel.mesh))
     traced = program.step.trace(program.abstract_state(), program.abstract_batch())

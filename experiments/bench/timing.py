@@ -15,8 +15,10 @@ import numpy as np
 from jaxdist.config import RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
+from jaxdist.plan.program_memory import ProgramBytes, program_bytes
 from jaxdist.plan.proof.compile import emitted_bytes, emitted_collectives
 from jaxdist.plan.proof.trace import Iterations
+from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.runtime.devices import Devices
 from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import build_program, compiled_bytes
@@ -33,6 +35,7 @@ class Timed:
     program. None where the compiler does not say.
     """
 
+    compiled: jax.stages.Compiled
     run_several: Callable[[int], float]
     peak_bytes: int | None
     sent_bytes: int | None
@@ -57,7 +60,7 @@ def timed(compiled: jax.stages.Compiled, state, batch, mesh: MeshShape, iteratio
     run_several = repeated(step, at_once=device.platform != "cpu")
     run_several(1)
     memory = compiled_bytes(compiled)
-    return Timed(run_several, memory and memory.peak, emitted_bytes(collectives, mesh))
+    return Timed(compiled, run_several, memory and memory.peak, emitted_bytes(collectives, mesh))
 
 
 def repeated(step: Callable, at_once: bool) -> Callable[[int], float]:
@@ -88,6 +91,12 @@ def full_batch(config: RunConfig) -> dict:
     """A random batch in which every target counts."""
     batch = random_batches(config, 1)[0]
     return {**batch, "targets": np.maximum(batch["targets"], 0)}
+
+
+def planned_memory(config: RunConfig, attention: str | None = None) -> ProgramBytes:
+    """Bytes of this one layout, as the search counts them."""
+    layouts = Candidates.of(config)
+    return program_bytes(config, layouts, pipelines(config, layouts), attention or config.attention)
 
 
 def with_parallel(config: RunConfig, mesh: str, more: dict) -> RunConfig:

@@ -10,10 +10,11 @@ from unittest import mock
 from jaxdist.config import RunConfig
 from jaxdist.models.base import Model
 from jaxdist.models.presets import PRESETS
-from jaxdist.plan.program_memory import TERMS, program_bytes
+from jaxdist.plan.program_memory import TERMS
 from jaxdist.plan.proof.levels import Levels, levels
-from jaxdist.plan.search import Candidates, pipelines
 from jaxdist.verification import proof_config
+
+from ..bench.timing import planned_memory
 
 
 def small_run(mesh: str = "", model: Model = PRESETS["proof"], batch_size: int = 8, **settings) -> RunConfig:
@@ -23,8 +24,7 @@ def small_run(mesh: str = "", model: Model = PRESETS["proof"], batch_size: int =
 
 def planned_bytes(config: RunConfig) -> dict[str, float]:
     """Bytes of one device by term, as the search counts them."""
-    layout = Candidates.of(config)
-    found = program_bytes(config, layout, pipelines(config, layout), config.attention)
+    found = planned_memory(config)
     return {term: float(getattr(found, term)[0]) for term in TERMS}
 
 
