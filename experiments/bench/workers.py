@@ -5,9 +5,12 @@ it uses no core.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+
+from jaxdist.commands import import_root
 
 
 class WorkerEnded(Exception):
@@ -23,6 +26,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(import_root()), os.environ.get("PYTHONPATH", "")])},
         )
 
     def send(self, line: str) -> None:

@@ -1,11 +1,10 @@
 """What the labs about communication share: arrays of ranks, what a traced program sends, and two real processes.
 
-python -m experiments.labs.exchanges ADDRESS INDEX is one of the two processes.
+python -m experiments.labs.exchanges JSON is one of the two processes.
 """
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.commands import import_root
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.parallel import rank, varying
@@ -30,10 +28,10 @@ from jaxdist.runtime.devices import acquire_devices
 from jaxdist.specs import drop_unit_axes
 from jaxdist.train.program import Program, build_program
 
+from ..bench.workers import Worker
 from ..launch import free_port
 
 WARM_UP, REPEATS = 10, 30
-BOUND = 120  # seconds for both processes
 
 
 def on_mesh(mesh: str, body: Callable, in_specs, out_specs) -> Callable:
@@ -125,37 +123,23 @@ class Exchange(NamedTuple):
 def between_processes(sizes: Sequence[int]) -> Exchange:
     """Sum fp32 arrays of these bytes over two processes of this machine, which talk over TCP (gloo).
 
-    Raises: RuntimeError where one of them fails, subprocess.TimeoutExpired where they take too long.
+    Raises: WorkerEnded where one of them fails.
     """
-    address = f"127.0.0.1:{free_port()}"
-    settings = {"PYTHONPATH": str(import_root()), "JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | settings
-    module = sys.modules[__name__].__spec__.name
-    command = [sys.executable, "-m", module, address]
-    started = [
-        subprocess.Popen(
-            [*command, str(index), *map(str, sizes)],
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for index in range(2)
-    ]
+    asked = {"address": f"127.0.0.1:{free_port()}", "sizes": sizes}
+    workers = [Worker(f"{__package__}.exchanges", asked | {"index": index}) for index in range(2)]
     try:
-        texts = [each.communicate(timeout=BOUND) for each in started]
+        found = [worker.answer() for worker in workers]
     finally:
-        for each in started:
-            each.kill()
-    for each, (_, said) in zip(started, texts, strict=True):
-        if each.returncode:
-            raise RuntimeError(f"a process ended with exit code {each.returncode}: {said[-2000:]}")
-    found = [json.loads(text.splitlines()[-1]) for text, _ in texts]
+        for worker in workers:
+            worker.close()
     return Exchange([tuple(pair) for pair in found[0]["times"]], all(each["right"] for each in found))
 
 
 def main(address: str, index: int, sizes: list[int]) -> None:
     """One of two processes: every size summed often, timed from a common start to the result."""
+    os.environ.pop("XLA_FLAGS", None)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
     processes.join(address, 2, index)
     mesh = Mesh(np.asarray(jax.devices()), ("dp",), axis_types=(AxisType.Auto,))
     here = jax.sharding.NamedSharding(mesh, P("dp"))
@@ -175,4 +159,4 @@ def main(address: str, index: int, sizes: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), [int(word) for word in sys.argv[3:]])
+    main(**json.loads(sys.argv[1]))

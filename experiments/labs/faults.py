@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from jaxdist.train.program import Program, build_program
 
 from . import drawing
 from .lab import Findings, Guesses, Picture, at_most, equal, holds, lab, table
-from .tools import new_folder, replaced, small_run
+from .tools import new_folder, small_run
 
 STEPS, SAVED = 12, 6
 MODEL = GPT2Config(num_layers=2, width=32, num_heads=4, ffn_width=64, seq_len=16, vocab_size=64, dropout=0.1)
@@ -155,7 +156,7 @@ def wrong_device() -> tuple[str, tuple[int, ...], str]:
     devices = acquire_devices(4, "cpu").devices
     (batch,) = random_batches(config, 1)
     reference = Run(one_device(config), devices[:1]).advance(batch)
-    with replaced(tensor, "column_parallel", wrong):
+    with patch.object(tensor, "column_parallel", wrong):
         ours = Run(config, devices[:2]).advance(batch)
     found = first_divergence(compare_steps(ours, reference))
     return f"layer {found.key.layer}: {found.key.name}", found.ranks, found.collective

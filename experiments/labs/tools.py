@@ -1,11 +1,8 @@
 """What several labs need of the library: small runs, what the plan says of them, and what a compiler says."""
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 from jaxdist.config import RunConfig
 from jaxdist.models.base import Model
@@ -30,7 +27,7 @@ def planned_bytes(config: RunConfig) -> dict[str, float]:
 
 @cache
 def compiled_levels(config: RunConfig) -> Levels:
-    """Predicted and compiled for simulated CPUs, once for a lab and its breaks. Not while something is `replaced`."""
+    """Predicted and compiled for simulated CPUs, once for a lab and its breaks. Not while the library is patched."""
     return levels(config, "cpu")
 
 
@@ -42,15 +39,3 @@ def _scratch() -> tempfile.TemporaryDirectory:
 def new_folder() -> Path:
     """An empty folder, gone when the process ends."""
     return Path(tempfile.mkdtemp(dir=_scratch().name))
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """`owner.name` is `value` within, which is how a lab breaks the library itself. Programs already compiled keep
-    what they were built of."""
-    with mock.patch.object(owner, name, value):
-        yield
-
-
-def mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.1f}"

@@ -25,7 +25,7 @@ from jaxdist.verification import verify_model
 from . import drawing
 from .exchanges import accepted, on_mesh, on_ranks, relative_error, sent_by, spread, traced
 from .lab import Findings, Guesses, Picture, at_least, at_most, equal, holds, lab, table
-from .tools import compiled_levels, mib, small_run
+from .tools import compiled_levels, small_run
 
 # ------------------------------------------------------------------------------------------------------------- by hand
 
@@ -202,10 +202,10 @@ def in_the_library() -> Findings:
 
 def compiled_peaks() -> Findings:
     """What a compiler says of a wider model on eight devices."""
-    peaks = [compiled_levels(small_run("dp=8", WIDER, zero=stage)).compiled.peak for stage in range(4)]
+    peaks = [compiled_levels(small_run("dp=8", WIDER, zero=stage)).compiled.peak / 2**20 for stage in range(4)]
     falls = all(more > less for more, less in pairwise(peaks))
-    yield holds("compiled peak falls with every stage", falls, " > ".join(map(mib, peaks)))
-    yield table("peaks", "run | compiled peak, MiB", zip(NAMES, map(mib, peaks), strict=True))
+    yield holds("compiled peak falls with every stage", falls, " > ".join(f"{peak:,.1f}" for peak in peaks))
+    yield table("peaks", "run | compiled peak, MiB {:,.1f}", zip(NAMES, peaks, strict=True))
 
 
 # --------------------------------------------------------------------------------------------- gathered at once
