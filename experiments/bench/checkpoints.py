@@ -19,7 +19,7 @@ from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import build_program
 
 from .flags import BenchFlags
-from .rows import Measured, Row, ratios, rows_of
+from .rows import Measured, Row, ratios
 from .timing import Growth, full_batch, with_parallel
 
 
@@ -28,7 +28,7 @@ def bench_checkpoint(flags: BenchFlags, config: RunConfig, console: Console) -> 
     devices = acquire_devices(2, flags.device)
     share = save_share(flags, config, devices, console)
     models = {f"{config.model.num_layers} x {config.model.width}": config.model, "gpt2-124m": PRESETS["gpt2-124m"]}
-    rows = [row for name, model in models.items() for row in rows_of(name, save_once(flags, model))]
+    rows = [row for name, model in models.items() for row in save_once(flags, name, model)]
     console.print(
         "One device, fp32, AdamW. Blocks: until training goes on. Commit: hashed, flushed, renamed. Check: every file "
         "hashed. Restore: read and put into the layout, with compiling. Grown: the most that the process grew by."
@@ -72,7 +72,7 @@ def save_share(flags: BenchFlags, config: RunConfig, devices: Devices, console: 
     return Row.of(name, times[True], "s", against=plain, ratio=share + 1, **more)
 
 
-def save_once(flags: BenchFlags, model: GPT2Config) -> dict[str, float | None]:
+def save_once(flags: BenchFlags, name: str, model: GPT2Config) -> list[Row]:
     config = RunConfig(model, ParallelConfig(), batch_size=1)
     program = build_program(config, make_mesh(config.parallel.mesh, acquire_devices(1, flags.device).devices))
     state = program.init(0)
@@ -90,12 +90,12 @@ def save_once(flags: BenchFlags, model: GPT2Config) -> dict[str, float | None]:
         again = from_logical(program, checkpoints.restore(manifest, abstract_logical(program)))
         jax.block_until_ready(again)
         restored = time.perf_counter()
-    return {
-        "state_bytes": local_bytes(state),
-        "disk_bytes": sum(size for size, _ in manifest.files.values()),
-        "blocks_seconds": blocked - start,
-        "commit_seconds": committed - start,
-        "check_seconds": checked - committed,
-        "restore_seconds": restored - checked,
-        "grown_bytes": grown,
-    }
+    rows = [
+        Row(f"{name}: state", local_bytes(state), "bytes"),
+        Row(f"{name}: disk", sum(size for size, _ in manifest.files.values()), "bytes"),
+        Row(f"{name}: blocks", blocked - start, "s"),
+        Row(f"{name}: commit", committed - start, "s"),
+        Row(f"{name}: check", checked - committed, "s"),
+        Row(f"{name}: restore", restored - checked, "s"),
+    ]
+    return rows if grown is None else [*rows, Row(f"{name}: grown", grown, "bytes")]

@@ -1,6 +1,5 @@
 """What every bench returns: rows of one form under one header, and how they are printed and written."""
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Self
 
@@ -133,15 +133,6 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return sorted(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-UNITS = {"seconds": "s", "bytes": "bytes"}
-
-
-def rows_of(name: str, figures: dict[str, float | None]) -> list[Row]:
-    """A row for each figure that is known; its unit is the last word of its name, as in `open_seconds`."""
-    split = [(*key.rpartition("_")[::2], value) for key, value in figures.items() if value is not None]
-    return [Row(f"{name}: {what.replace('_', ' ')}", value, UNITS[unit]) for what, unit, value in split]
-
-
 def describe_machine(devices: Devices | None) -> dict:
     """The machine, the card, the driver and every version that figures depend on."""
     device = devices.devices[0] if devices else None
@@ -156,7 +147,7 @@ def describe_machine(devices: Devices | None) -> dict:
         "nvidia_smi": ask_nvidia_smi("name,driver_version,memory.total,power.limit"),
         "python": sys.version.split()[0],
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "versions": {name: version for name in PACKAGES if (version := installed_version(name))},
+        "versions": {found.name: found.version for found in distributions() if found.name in PACKAGES},
     }
 
 
@@ -167,13 +158,6 @@ def cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def ask_nvidia_smi(fields: str) -> str | None:

@@ -18,7 +18,7 @@ from experiments.bench import kernels, parity, peers, speed, standin
 from experiments.bench.__main__ import BENCHES
 from experiments.bench.flags import BenchFlags
 from experiments.bench.profile import own_seconds, own_time
-from experiments.bench.rows import Row, ratios, rows_of
+from experiments.bench.rows import Row, ratios
 from experiments.bench.workers import Worker, WorkerEnded
 from jaxdist.config import RunConfig
 from jaxdist.models.gpt2 import GPT2Config
@@ -62,11 +62,6 @@ def test_simulated_devices_have_no_speed(unit):
         Row("dp=8", 1.0, unit, simulated=True)
     Row("one device", 1.0, unit)
     Row("dp=8", 1.0, "s", simulated=True)
-
-
-def test_figures_become_rows_by_the_last_word_of_their_name():
-    rows = rows_of("10 GB", {"open_seconds": 0.5, "grown_bytes": 3, "first_batch_seconds": None})
-    assert [(row.name, row.unit) for row in rows] == [("10 GB: open", "s"), ("10 GB: grown", "bytes")]
 
 
 SMALL = [
