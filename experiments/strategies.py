@@ -368,12 +368,15 @@ STRATEGIES = [
 
 # Mixtures of experts: the `moe-proof` preset, whose layers have 8 experts, auxiliary losses and counts.
 CAPACITY = {"capacity": 1.0}
+ROUNDS = {"exchange_room": 0.5}  # of which an exchange takes up to four
 SHARED = {"router_score": "sigmoid", "routed_scale": 2.5, "shared_width": 64, "balance_rate": 0.01}
 EXPERTS = [
     Strategy("moe-tp2-sp", "tp=2", {"sp": True}, preset="moe-proof"),
     Strategy("moe-ep2", "dp=2,ep=2", preset="moe-proof"),
     Strategy("moe-ep8-zero1", "dp=8,ep=8", {"zero": 1}, preset="moe-proof", model=CAPACITY),
-    Strategy("moe-dp4-ep2-zero2-accumulate", "dp=4,ep=2", {"zero": 2, "accumulate": 2}, preset="moe-proof"),
+    Strategy(
+        "moe-dp4-ep2-zero2-accumulate", "dp=4,ep=2", {"zero": 2, "accumulate": 2}, preset="moe-proof", model=ROUNDS
+    ),
     Strategy("moe-dp4-ep2-zero3", "dp=4,ep=2", {"zero": 3}, preset="moe-proof", model=SHARED),
     Strategy("moe-replica2-dp4-ep2-zero3", "replica=2,dp=4,ep=2", {"zero": 3}, preset="moe-proof", model=CAPACITY),
     Strategy("moe-dp4-ep4-tp2-sp", "dp=4,ep=4,tp=2", {"sp": True}, preset="moe-proof", model=CAPACITY | SHARED),
@@ -407,7 +410,9 @@ EXPERTS = [
     Strategy("moe-cp4-ep2-ulysses", "dp=2,cp=4,ep=2", {"cp_kind": "usp-2"}, preset="moe-proof"),
     Strategy("moe-dp4-ep2-zero3-overlap", "dp=4,ep=2", {"zero": 3, "overlap": True}, preset="moe-proof"),
     Strategy("moe-pp2-dp2-ep2-remat-chunk", "pp=2,dp=2,ep=2", {"zero": 2, "remat": "chunk"}, preset="moe-proof"),
-    Strategy("moe-pp2-dp2-ep2-zb-v", "pp=2,dp=2,ep=2", {"zero": 1, "schedule": "zb-v"}, preset="moe-proof"),
+    Strategy(
+        "moe-pp2-dp2-ep2-zb-v", "pp=2,dp=2,ep=2", {"zero": 1, "schedule": "zb-v"}, preset="moe-proof", model=ROUNDS
+    ),
     Strategy(
         "moe-pp2-dp2-ep2-tp2-every-other",
         "pp=2,dp=2,ep=2,tp=2",

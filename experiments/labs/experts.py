@@ -155,9 +155,7 @@ def mixture(weights, x_BTD, capacity: int | None, axes, broken: str | None, by_l
     slots = batch * (length if capacity is None else min(capacity, length))
     x_RD, weight_RK = varying((x_BTD.reshape(-1, D), weight_BTK.reshape(-1, K)), ("tp",))
     if by_library:
-        y_RD = library.apply_experts(
-            partial(experts_of_library, weights), x_RD, expert_BTK.reshape(-1, K), weight_RK, E, axes
-        )
+        y_RD = library.apply_experts(experts_of_library, weights, x_RD, expert_BTK.reshape(-1, K), weight_RK, E, axes)
     else:
         y_RD = exchange(experts, x_RD, taken_BTK.reshape(-1, K), weight_RK, E, slots, axes)
     shared_RD = jax.nn.silu(x_RD @ weights["shared_up"]) @ weights["shared_down"]
@@ -465,22 +463,25 @@ MODELS = {
 }
 LONG, ROWS = 4096, 2  # of the table of bytes: positions and sequences of a rank
 SPLIT, EIGHT = 4, 8
-WAYS = {"capacity 1.25": 1.25, "dropless by hand": None, "dropless, the library": None}
+LIBRARY = "dropless, the library, a round"
+WAYS = {"capacity 1.25": 1.25, "dropless by hand": None, LIBRARY: None}
 
 
 def rows_sent(way: str, model: Model) -> int:
     """Rows of a rank's message by formula, those to itself included."""
     tokens = ROWS * LONG
-    if way == "dropless, the library":
-        return SPLIT * tokens * min(model.top_k, model.experts // SPLIT)
+    if way == LIBRARY:
+        return SPLIT * library.slots_of_round(tokens, model.top_k, model.experts, SPLIT, library.ROOM)
     if WAYS[way] is None:
         return model.experts * tokens
     return model.experts * ROWS * slots_of_sequence(WAYS[way], LONG, model.experts, model.top_k)
 
 
 def sent_by_formula(way: str, model: Model) -> int:
-    """Bytes of a layer and step that leave a rank: rows in bf16 there and back, forward and backward, and counts."""
-    return (4 * 2 * rows_sent(way, model) * model.width + 4 * model.experts) * (SPLIT - 1) // SPLIT
+    """Bytes of a layer and step that leave a rank: rows in bf16 there and back, forward and backward, and counts; in
+    rounds also a sum of one number, their number."""
+    numbers = 4 * model.experts + (2 * 4 if way == LIBRARY else 0)
+    return (4 * 2 * rows_sent(way, model) * model.width + numbers) * (SPLIT - 1) // SPLIT
 
 
 def sent_by_trace(way: str, model: Model) -> int:
@@ -490,13 +491,16 @@ def sent_by_trace(way: str, model: Model) -> int:
 
     def body(x_RD, expert_RK, weight_RK):
         def total(x_RD):
-            if way == "dropless, the library":
-                rows = library.apply_experts(same_rows, x_RD, expert_RK, weight_RK, model.experts, axes)
+            if way == LIBRARY:
+                rows = library.apply_experts(of_library, (), x_RD, expert_RK, weight_RK, model.experts, axes)
             else:
                 rows = exchange(same_rows, x_RD, expert_RK, weight_RK, model.experts, slots, axes)
             return jnp.sum(rows.astype(jnp.float32))
 
         return jax.grad(total)(x_RD)
+
+    def of_library(_, rows, counts):
+        return same_rows(rows, counts)
 
     def array(width: int, dtype):
         return jax.ShapeDtypeStruct((SPLIT * ROWS * LONG, width), dtype)
@@ -528,9 +532,10 @@ def traffic() -> tuple[list[Check], Table]:
 def crossing_table() -> Table:
     rows = []
     for name, model in MODELS.items():
-        padding = EIGHT * min(model.top_k, model.experts // EIGHT) / model.top_k
+        choices = LONG * model.top_k
+        slots = EIGHT * library.slots_of_round(LONG, model.top_k, model.experts, EIGHT, library.ROOM)
         size = f"{model.experts} of {model.expert_width:,}"
-        tokens = [model.crossing / factor for factor in (1, CAPACITIES[1], padding)]
+        tokens = [model.crossing / factor for factor in (1, CAPACITIES[1], slots / choices)]
         rows.append([name, size, model.top_k, model.expert_bytes / 2**30, *tokens])
     columns = "model | experts of width | chosen | experts of a layer, GiB {:.2f} | tokens, no padding {:,.0f}"
     columns += f" | tokens, capacity {CAPACITIES[1]:g} {{:,.0f}} | tokens, dropless here, ep={EIGHT} {{:,.0f}}"

@@ -5,7 +5,7 @@ Dims: B batch, T sequence, D model, E experts, K chosen for a token, F an expert
 
 import math
 from dataclasses import dataclass, fields
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,14 @@ from jaxdist.models.layers import GatedMLP
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import tensor
 from jaxdist.parallel.dropout import draw
-from jaxdist.parallel.expert_parallel import NOWHERE, Experts, apply_experts, apply_experts_with_capacity, kept_places
+from jaxdist.parallel.expert_parallel import (
+    NOWHERE,
+    ROOM,
+    Experts,
+    apply_experts,
+    apply_experts_with_capacity,
+    kept_places,
+)
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.parallel.remat import mark_saveable
 
@@ -41,6 +48,8 @@ class Mixture:
 
     capacity: None drops nothing. Otherwise an expert takes at most `capacity` times its even share of each sequence,
     T * K / E, rounded up: first choices first, in the order of positions (`jaxdist.parallel.expert_parallel`).
+    exchange_room: where nothing is dropped, how many times an even share of a rank's choices a round of the exchange
+    takes to another rank; None for all there could be.
     balance_loss, z_loss: factors of the two auxiliary losses of `Router`.
     """
 
@@ -53,6 +62,7 @@ class Mixture:
     shared_width: int = 0
     balance_rate: float = 0.0
     capacity: float | None = None
+    exchange_room: float | None = ROOM
     balance_loss: float = 0.0
     z_loss: float = 0.0
 
@@ -78,6 +88,10 @@ class Mixture:
         if self.router_score not in ("softmax", "sigmoid"):
             raise ConfigError(
                 f"router_score={self.router_score!r}", "must be softmax or sigmoid", "Use router_score='softmax'"
+            )
+        if self.exchange_room is not None and not 0 < self.exchange_room < math.inf:
+            raise ConfigError(
+                f"exchange_room={self.exchange_room}", "must be a number above 0", f"Use exchange_room={ROOM}"
             )
         for name in ("shared_width", "balance_rate", "balance_loss", "z_loss", "routed_scale"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -107,17 +121,19 @@ class Mixture:
 def mixture_of(
     ctx: Context,
     experts: Experts,
+    weights: Any,
     x_BTD: jax.Array,
     expert_BTK: jax.Array,
     weight_BTK: jax.Array,
     num_experts: int,
     capacity: int | None = None,
+    room: float | None = ROOM,
 ) -> jax.Array:
     """The weighted sum of what the experts that a token chose make of it, in the layout between layers.
 
-    experts: as in `jaxdist.parallel.expert_parallel.apply_experts`, with their width split over tp unless
-    `ctx.expert_axes` has it: then each rank sends its own part of the sequence. capacity: the most tokens that an
-    expert gets of one whole sequence, which `within_capacity` has seen to.
+    experts, weights, room: as in `jaxdist.parallel.expert_parallel.apply_experts`, with their width split over tp
+    unless `ctx.expert_axes` has it: then each rank sends its own part of the sequence. capacity: the most tokens
+    that an expert gets of one whole sequence, which `within_capacity` has seen to.
     """
     over_tp = tensor.AXIS in ctx.expert_axes
     if not over_tp:
@@ -126,10 +142,12 @@ def mixture_of(
     batch, length, width = x_BTD.shape
     flat = x_BTD.reshape(-1, width), *(x.reshape(batch * length, -1) for x in (expert_BTK, weight_BTK))
     if capacity is None:
-        y_RD = apply_experts(experts, *flat, num_experts, ctx.expert_axes)
+        # Where text is generated rows are few, and what they choose is anything but even.
+        room = None if ctx.cache is not None else room
+        y_RD = apply_experts(experts, weights, *flat, num_experts, ctx.expert_axes, room)
     else:
         slots_each = batch * min(capacity, length)
-        y_RD = apply_experts_with_capacity(experts, *flat, num_experts, slots_each, ctx.expert_axes)
+        y_RD = apply_experts_with_capacity(experts, weights, *flat, num_experts, slots_each, ctx.expert_axes)
     y_BTD = y_RD.reshape(x_BTD.shape)
     return ctx.observe("mixture_of.out", y_BTD if over_tp else tensor.leave(y_BTD, ctx.sp))
 
@@ -244,24 +262,30 @@ class MixtureOfExperts(nnx.Module):
         # Where text is generated a step has a token or two, and nothing is dropped.
         slots = None if ctx.cache is not None else self.mixture.slots(comm.size(ctx.sequence_axes) * x_BTD.shape[1])
         x_BTD, expert_BTK, weight_BTK = self.router(x_BTD, ctx, slots)
-        experts = partial(self.experts, ctx)
-        y_BTD = mixture_of(ctx, experts, x_BTD, expert_BTK, weight_BTK, self.mixture.num_experts, slots)
+        weights = [w[...] for w in (self.w_gate, self.w_up, self.w_down, self.faults)]
+        mixture, chosen = self.mixture, (x_BTD, expert_BTK, weight_BTK)
+        y_BTD = mixture_of(
+            ctx, apply_gated, (*weights, ctx.weight), *chosen, mixture.num_experts, slots, mixture.exchange_room
+        )
         return y_BTD + self.shared(x_BTD, ctx) if self.mixture.shared_width else y_BTD
 
-    def experts(self, ctx: Context, rows_ND: jax.Array, counts_E: jax.Array | None) -> jax.Array:
-        gate, up, down = (w[...] for w in (self.w_gate, self.w_up, self.w_down))
-        if counts_E is None:
-            rows_END = rows_ND.reshape(len(gate), -1, rows_ND.shape[-1])
-            gate_ENF, up_ENF = (mark_saveable(jnp.einsum("end,edf->enf", rows_END, w)) for w in (gate, up))
-            made_ND = jnp.einsum("enf,efd->end", jax.nn.silu(gate_ENF) * up_ENF, down).reshape(rows_ND.shape)
-            expert_N = jnp.repeat(jnp.arange(len(gate)), len(rows_ND) // len(gate))
-        else:
-            gate_NF, up_NF = (mark_saveable(grouped_matmul(rows_ND, w, counts_E)) for w in (gate, up))
-            made_ND = grouped_matmul(jax.nn.silu(gate_NF) * up_NF, down, counts_E)
-            expert_N = jnp.searchsorted(jnp.cumsum(counts_E), jnp.arange(len(rows_ND)), side="right")
-        if ctx.weight is None:  # nothing is trained
-            return made_ND
-        bad_N = jnp.isfinite(rows_ND).all(-1) & ~jnp.isfinite(made_ND).all(-1)
-        faults_E = jnp.zeros(len(gate), ctx.weight.dtype)
-        faults_E = comm.varying_like(faults_E, bad_N).at[expert_N].add(bad_N.astype(faults_E.dtype), mode="drop")
-        return ctx.count(made_ND, self.faults[...], faults_E)
+
+def apply_gated(weights: tuple, rows_ND: jax.Array, counts_E: jax.Array | None) -> jax.Array:
+    """The experts of `MixtureOfExperts` on rows in order of them, as `Experts` says. weights: gate[E, D, F],
+    up[E, D, F], down[E, F, D], faults[E], and the factor of counts, None where nothing is trained."""
+    gate, up, down, faults, factor = weights
+    if counts_E is None:
+        rows_END = rows_ND.reshape(len(gate), -1, rows_ND.shape[-1])
+        gate_ENF, up_ENF = (mark_saveable(jnp.einsum("end,edf->enf", rows_END, w)) for w in (gate, up))
+        made_ND = jnp.einsum("enf,efd->end", jax.nn.silu(gate_ENF) * up_ENF, down).reshape(rows_ND.shape)
+        expert_N = jnp.repeat(jnp.arange(len(gate)), len(rows_ND) // len(gate))
+    else:
+        gate_NF, up_NF = (mark_saveable(grouped_matmul(rows_ND, w, counts_E)) for w in (gate, up))
+        made_ND = grouped_matmul(jax.nn.silu(gate_NF) * up_NF, down, counts_E)
+        expert_N = jnp.searchsorted(jnp.cumsum(counts_E), jnp.arange(len(rows_ND)), side="right")
+    if factor is None:
+        return made_ND
+    bad_N = jnp.isfinite(rows_ND).all(-1) & ~jnp.isfinite(made_ND).all(-1)
+    faults_E = comm.varying_like(jnp.zeros(len(gate), factor.dtype), bad_N)
+    faults_E = faults_E.at[expert_N].add(bad_N.astype(factor.dtype), mode="drop")
+    return Context(weight=factor).count(made_ND, faults, faults_E)

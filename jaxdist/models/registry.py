@@ -58,6 +58,8 @@ class ModelFlags:
     """Width of a shared expert, which all tokens use."""
     capacity: float | None = None
     """Tokens an expert takes of a sequence, over its even share; what is beyond is dropped. Default: all."""
+    exchange_room: float | None = None
+    """Rows that ranks exchange in a round, over an even share, where none is dropped; more rounds take the rest."""
     balance_loss: float | None = None
     """Factor of the loss that is least where all experts are chosen equally often."""
     z_loss: float | None = None

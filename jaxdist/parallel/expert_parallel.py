@@ -5,11 +5,14 @@ of them each; A = R * K assignments of a token to an expert; S slots of a messag
 Sources: GShard (arXiv 2006.16668), of capacity and the all-to-all; MegaBlocks (2211.15841), of dropping none.
 """
 
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxdist.errors import ConfigError
 from jaxdist.parallel import collectives as comm
@@ -19,8 +22,9 @@ from jaxdist.parallel.collectives import varying_axes
 from jaxdist.parallel.remat import mark_saveable
 
 Axes = tuple[str, ...]
-Experts = Callable[[jax.Array, jax.Array | None], jax.Array]
+Experts = Callable[[Any, jax.Array, jax.Array | None], jax.Array]
 NOWHERE = -1
+ROOM = 1.5
 
 
 class Slots(NamedTuple):
@@ -73,16 +77,14 @@ def to_slots(x_RD: jax.Array, slots: Slots) -> jax.Array:
 @jax.custom_vjp
 def _from_slots(y_SD, weight_RK, slots):
     pairs = zip(slots.slot_RK.T, weight_RK.T, strict=True)
-    total = sum(_rows(y_SD, slot_R).astype(weight_RK.dtype) * weight_R[:, None] for slot_R, weight_R in pairs)
-    return total.astype(y_SD.dtype)
+    return sum(_rows(y_SD, slot_R).astype(weight_RK.dtype) * weight_R[:, None] for slot_R, weight_R in pairs)
 
 
 def _from_slots_backward(kept, d_RD):
     y_SD, weight_RK, slots = kept
-    wide_RD = d_RD.astype(weight_RK.dtype)
     weight_S = _rows(weight_RK.reshape(-1, 1), slots.assigned_S)
-    d_y_SD = (weight_S * _rows(wide_RD, slots.token_S)).astype(y_SD.dtype)
-    d_weight = [jnp.sum(_rows(y_SD, slot_R).astype(wide_RD.dtype) * wide_RD, -1) for slot_R in slots.slot_RK.T]
+    d_y_SD = (weight_S * _rows(d_RD, slots.token_S)).astype(y_SD.dtype)
+    d_weight = [jnp.sum(_rows(y_SD, slot_R).astype(d_RD.dtype) * d_RD, -1) for slot_R in slots.slot_RK.T]
     return d_y_SD, jnp.stack(d_weight, -1), None
 
 
@@ -92,7 +94,8 @@ _from_slots.defvjp(
 
 
 def from_slots(y_SD: jax.Array, weight_RK: jax.Array, slots: Slots) -> jax.Array:
-    """The weighted sum of each token's rows: y[S, D], weight[R, K] in at least fp32 -> [R, D]. A dropped one adds 0."""
+    """The weighted sum of each token's rows: y[S, D], weight[R, K] in at least fp32 -> [R, D] in the dtype of the
+    weights. A dropped one adds 0."""
     y_SD, weight_RK = vary_alike(y_SD, comm.varying(weight_RK, _axes_of(slots)))
     return _from_slots(y_SD, weight_RK, slots)
 
@@ -144,58 +147,185 @@ def kept_places(expert_BTK: jax.Array, num_experts: int, capacity: int) -> jax.A
 
 
 def apply_experts(
-    experts: Experts, x_RD: jax.Array, expert_RK: jax.Array, weight_RK: jax.Array, num_experts: int, axes: Axes
+    experts: Experts,
+    weights: Any,
+    x_RD: jax.Array,
+    expert_RK: jax.Array,
+    weight_RK: jax.Array,
+    num_experts: int,
+    axes: Axes,
+    room: float | None = ROOM,
 ) -> jax.Array:
     """The weighted sum of what the experts that each token chose make of it; an expert of NOWHERE is none.
 
-    experts: (rows[N, D], counts[E / n]) -> [N, D], of the experts that this rank holds, on rows in order of them; None
-    for counts that are all equal.
+    experts: (weights, rows[N, D], counts[E / n]) -> [N, D], of the experts that this rank holds, on rows in order of
+    them; None for counts that are all equal. It must not close over arrays: they are in `weights`, a pytree.
+    room: rows that a round takes from a rank to another, over an even share of a rank's choices; None for all there
+    could be (`slots_of_round`).
     Layout: x[R, D], expert[R, K], weight[R, K] in at least fp32, experts split over `axes` -> y[R, D]. Where `experts`
     give partial sums, so is y.
-    Sends: as many slots to every other rank of `axes` as could be chosen there, R * min(K, E / n), so that nothing is
-    ever dropped; of these bytes (n-1)/n each way.
+    Sends: `slots_of_round` slots to every other rank of `axes` in each round, there and back, of these bytes (n-1)/n;
+    as many rounds as the fullest message of any rank needs, so that nothing is ever dropped, nearly always one. Rounds
+    after the first keep nothing for backward: x is sent again for its gradient, and once more for that of `weights`.
     Raises: ConfigError for more slots than 32 bits count.
     """
     num_tokens, choices = expert_RK.shape
     n = comm.size(axes)
     held = num_experts // n
-    num_slots = num_tokens * min(choices, held) if n > 1 else num_tokens * choices
-    there_A = jnp.where(expert_RK == NOWHERE, num_experts, expert_RK).reshape(-1)
-    if n * num_slots >= 2**31:
+    most = num_tokens * min(choices, held) if n > 1 else num_tokens * choices
+    num_slots = slots_of_round(num_tokens, choices, num_experts, n, room)
+    if max(n * num_slots, most) >= 2**31:
         raise ConfigError(
             f"{num_tokens:,} tokens of a rank, with {choices} experts each and ep={n}",
             "their places in a message must fit in 32 bits",
             "Use smaller micro-batches, a smaller ep, more cp, or a capacity",
         )
+    there_A = jnp.where(expert_RK == NOWHERE, num_experts, expert_RK).reshape(-1)
     order_A = jnp.argsort(there_A, stable=True)
     counts_E = jnp.bincount(there_A, length=num_experts + 1)[:num_experts]
     before_E = jnp.cumsum(counts_E) - counts_E
-    # The place of each assignment among those to its rank, by expert; then the rank's part of the message.
+    # The place of each assignment among those to its rank, by expert.
     sorted_A = there_A[order_A]
     rank_A = jnp.minimum(sorted_A, num_experts - 1) // held
-    slot_A = rank_A * num_slots + jnp.arange(len(order_A)) - before_E[rank_A * held]
-    slot_A = jnp.where(sorted_A == num_experts, NOWHERE, slot_A)
-    slot_RK = jnp.zeros_like(order_A).at[order_A].set(slot_A).reshape(num_tokens, choices)
-    slots = Slots.of(slot_RK, n * num_slots)
-
-    sent = to_slots(x_RD, slots)
-    if n == 1:
-        return from_slots(experts(sent, counts_E), weight_RK, slots)
-
+    place_A = jnp.where(sorted_A == num_experts, NOWHERE, jnp.arange(len(order_A)) - before_E[rank_A * held])
+    place_RK = jnp.zeros_like(order_A).at[order_A].set(place_A).reshape(num_tokens, choices)
     counts_NE = counts_E.reshape(n, held)
-    got, counts_NE = mark_saveable(exchange.all_to_all(sent, axes, 0, 0)), exchange.all_to_all(counts_NE, axes, 0, 0)
-    # What came from each rank is in order of the experts; all of it, too.
-    ends_NE = jnp.cumsum(counts_NE, 1)
-    expert_NS = jnp.sum(jnp.arange(num_slots)[None, :, None] >= ends_NE[:, None], -1).reshape(-1)
-    to_M = jnp.argsort(expert_NS, stable=True)
-    back_S = jnp.zeros_like(to_M).at[to_M].set(jnp.arange(len(to_M)))
-    rows = experts(_permuted(*vary_alike(got, to_M, back_S)), counts_NE.sum(0))
-    back = exchange.all_to_all(_permuted(*vary_alike(rows, back_S, to_M)), axes, 0, 0)
-    return from_slots(mark_saveable(back), weight_RK, slots)
+    route = _Route(
+        jnp.minimum(expert_RK, num_experts - 1) // held, place_RK, exchange.all_to_all(counts_NE, axes, 0, 0)
+    )
+    of_round = _Rounds(experts, axes, num_slots)
+    y_RD = of_round(weights, x_RD, weight_RK, route, 0)
+    if num_slots < most:
+        number = comm.all_reduce_max(-(-jnp.max(counts_NE.sum(1)) // num_slots), axes)
+        y_RD += _more_rounds(of_round, *_vary_alike((weights, x_RD, weight_RK, route, number)))
+    return y_RD.astype(x_RD.dtype)
+
+
+def slots_of_round(num_tokens: int, choices: int, num_experts: int, ranks: int, room: float | None) -> int:
+    """Rows that a rank sends to each of `ranks` in a round: `room` times an even share of its choices, or, where that
+    is more than half of it, all that could be chosen there, so that one round is always enough."""
+    most = num_tokens * (min(choices, num_experts // ranks) if ranks > 1 else choices)
+    even = most if room is None or ranks == 1 else math.ceil(room * num_tokens * choices / ranks)
+    return even if 2 * even <= most else most
+
+
+def _by_expert(ends_NE: jax.Array, num_slots: int) -> jax.Array:
+    """Where each slot goes when all are put in order of experts, then of ranks: i32[n * S]. ends_NE: where each
+    expert's rows end in a rank's message, which has them in order of experts; those of no expert come last."""
+    ends_NX = jnp.pad(ends_NE, ((0, 0), (0, 1)), constant_values=num_slots)
+    counts_NX = jnp.diff(ends_NX, axis=1, prepend=0)
+    before_NX = jnp.cumsum(counts_NX, 0) - counts_NX
+    first_X = jnp.cumsum(counts_NX.sum(0)) - counts_NX.sum(0)
+    expert_NS = jnp.sum(jnp.arange(num_slots)[None, :, None] >= ends_NE[:, None], -1)
+    moved_NS = jnp.take_along_axis(first_X + before_NX - (ends_NX - counts_NX), expert_NS, 1)
+    return (jnp.arange(num_slots) + moved_NS).reshape(-1)
+
+
+class _Route(NamedTuple):
+    """rank_RK: who holds the expert of each assignment. place_RK: which of a rank's assignments to that one it is, by
+    expert; NOWHERE for none. counts_NE: rows that each rank has for each expert that this rank holds."""
+
+    rank_RK: jax.Array
+    place_RK: jax.Array
+    counts_NE: jax.Array
+
+
+class _Rounds(NamedTuple):
+    """What one round computes, with static settings alone."""
+
+    experts: Experts
+    axes: Axes
+    num_slots: int
+
+    def __call__(self, weights, x_RD, weight_RK, route: _Route, number) -> jax.Array:
+        """The weighted sums of the rows of a round, y[R, D] in the dtype of `weight_RK`."""
+        n, size = comm.size(self.axes), self.num_slots
+        place_RK = jnp.where(route.place_RK == NOWHERE, NOWHERE, route.place_RK - number * size)
+        here_RK = (place_RK >= 0) & (place_RK < size)
+        slots = Slots.of(jnp.where(here_RK, route.rank_RK * size + place_RK, NOWHERE), n * size)
+        ends_NE = jnp.clip(jnp.cumsum(route.counts_NE, 1) - number * size, 0, size)
+        counts_NE = jnp.diff(ends_NE, axis=1, prepend=0)
+        sent = to_slots(x_RD, slots)
+        if n == 1:
+            return from_slots(self.experts(weights, sent, counts_NE[0]), weight_RK, slots)
+        got = mark_saveable(exchange.all_to_all(sent, self.axes, 0, 0))
+        back_S = _by_expert(ends_NE, size)
+        to_M = jnp.zeros_like(back_S).at[back_S].set(jnp.arange(len(back_S)), unique_indices=True)
+        rows = self.experts(weights, _permuted(*vary_alike(got, to_M, back_S)), counts_NE.sum(0))
+        back = exchange.all_to_all(_permuted(*vary_alike(rows, back_S, to_M)), self.axes, 0, 0)
+        return from_slots(mark_saveable(back), weight_RK, slots)
+
+
+# ----------------------------------------------------------------------------------------------- rounds after the first
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _more_rounds(of_round, weights, x_RD, weight_RK, route, number):
+    """The sum of rounds 1 to `number`. Each way through them is a loop in a jitted function of its own name, so that a
+    pipeline can part the gradient of x from that of the weights, and a trace knows how often it runs."""
+
+    @jax.jit
+    def more_rounds(weights, x_RD, weight_RK, route, number):
+        of_type = jax.ShapeDtypeStruct(x_RD.shape, weight_RK.dtype)
+        return _summed(number, of_type, x_RD, lambda r: of_round(weights, x_RD, weight_RK, route, r))
+
+    return more_rounds(weights, x_RD, weight_RK, route, number)
+
+
+def _more_rounds_backward(of_round, kept, dy_RD):
+    @jax.jit
+    def more_rounds_of_inputs(kept, dy_RD):
+        weights, x_RD, weight_RK, route, number = kept
+
+        def gradient(r):
+            return jax.vjp(lambda x, weight: of_round(weights, x, weight, route, r), x_RD, weight_RK)[1](dy_RD)
+
+        return _summed(number, (x_RD, weight_RK), x_RD, gradient)
+
+    @jax.jit
+    def more_rounds_of_weights(kept, dy_RD):
+        weights, x_RD, weight_RK, route, number = kept
+
+        def gradient(r):
+            return jax.vjp(lambda weights: of_round(weights, x_RD, weight_RK, route, r), weights)[1](dy_RD)[0]
+
+        return _summed(number, weights, x_RD, gradient)
+
+    return more_rounds_of_weights(kept, dy_RD), *more_rounds_of_inputs(kept, dy_RD), None, None
+
+
+_more_rounds.defvjp(
+    lambda of_round, *args: (_more_rounds(of_round, *args), args),
+    _more_rounds_backward,
+)
+MORE_ROUNDS = "more_rounds", "more_rounds_of_inputs", "more_rounds_of_weights"
+
+
+def _summed(number: jax.Array, types, like: jax.Array, of_round: Callable):
+    """The sum over rounds 1 to `number` of trees of these types, which vary as `like` does, in at least fp32."""
+
+    def wide(x):
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def zero(x):
+        return comm.varying_like(wide(jnp.zeros(x.shape, x.dtype)), like)
+
+    def body(r, sums):
+        return jax.tree.map(lambda total, x: total + wide(x), sums, of_round(r))
+
+    sums = lax.fori_loop(jnp.ones_like(number), number, body, jax.tree.map(zero, types))
+    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, types)
+
+
+def _vary_alike(tree):
+    """`vary_alike` of the leaves of a tree."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(vary_alike(*leaves))
 
 
 def apply_experts_with_capacity(
     experts: Experts,
+    weights: Any,
     x_RD: jax.Array,
     expert_RK: jax.Array,
     weight_RK: jax.Array,
@@ -216,7 +346,7 @@ def apply_experts_with_capacity(
     width, held = sent.shape[-1], num_experts // n
     got = mark_saveable(exchange.all_to_all(sent, axes, 0, 0)) if n > 1 else sent
     rows = got.reshape(n, held, slots_each, width).swapaxes(0, 1).reshape(-1, width)
-    made = experts(rows, None)
+    made = experts(weights, rows, None)
     made = made.reshape(held, n, slots_each, width).swapaxes(0, 1).reshape(-1, width)
     back = mark_saveable(exchange.all_to_all(made, axes, 0, 0)) if n > 1 else made
-    return from_slots(back, weight_RK, slots)
+    return from_slots(back, weight_RK, slots).astype(x_RD.dtype)

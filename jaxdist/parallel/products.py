@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jaxdist.parallel.expert_parallel import MORE_ROUNDS
 from jaxdist.parallel.grouped_matmul import GROUPED, GROUPED_OUTER, GROUPED_PRODUCTS
 from jaxdist.parallel.pipeline.split_backward import inner_programs, needed_for
 
@@ -15,11 +16,11 @@ def products_of(jaxpr: Any) -> Iterator:
 
 
 def products_among(eqns: Iterable) -> Iterator:
-    """Products among these equations and in the programs inside them."""
+    """Products among these equations and in the programs inside them; of an exchange in rounds, those of the first."""
     for eqn in eqns:
         if is_product(eqn):
             yield eqn
-        else:
+        elif eqn.params.get("name") not in MORE_ROUNDS:
             for inner in inner_programs(eqn):
                 yield from products_of(inner)
 

@@ -25,7 +25,7 @@ class Cost:
     @property
     def least(self) -> float:
         """The lower end of the bar."""
-        return self.dollars * (1 - self.error)
+        return self.dollars * max(1 - self.error, 0)
 
     @property
     def most(self) -> float:

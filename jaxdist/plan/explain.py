@@ -1,8 +1,9 @@
 """Sentences about a searched plan, every number in them computed: what fits, what does not and why, what would help."""
 
 import itertools
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -266,11 +267,14 @@ def experts(found: Scored, best: int, order: np.ndarray, attention: str, efficie
     passes = (2 + (c.every[best] > 0)) * np.ceil(work.num_layers / c.pp[best])
     sent = slots * positions * passes * (ranks - 1) / ranks * ITEMSIZE[found.base.precision.dtype]
     over = f"ep={ep}" + f" x tp={of_tp}" * (of_tp > 1)
-    said = (
-        f"{over} sends tokens to experts: {gib(sent)} a step and device, {seconds(float(found.time.ep[best]))}. Where "
-        f"loads are even {even:.0%} of that is of chosen tokens, where one rank has twice its share {2 * even:.0%}; "
-        "the rest is padding."
-    )
+    said = f"{over} sends tokens to experts: {gib(sent)} a step and device, {seconds(float(found.time.ep[best]))}. "
+    if getattr(model, "capacity", None) is None:
+        said += f"Where loads are even {even:.0%} of that is of chosen tokens, and the rest is padding; "
+        rounds = math.ceil(2 * even)
+        said += "where one rank is sent twice its share, "
+        said += f"{rounds} rounds send {rounds} times as much." if rounds > 1 else f"{2 * even:.0%}."
+    else:
+        said += "It is of the slots that its capacity gives every expert, chosen or not."
     if ep > 1:
         without = _variant(found, best, attention, efficiency, ep=1)
         fits = "fits too" if without.fits[0] else f"needs {gib(without.memory.total[0])}, which does not fit"
@@ -294,8 +298,9 @@ def pipeline(found: Scored, best: int) -> list[str]:
 def error_bar(found: Scored, index: int) -> str:
     total, error = float(found.time.total[index]), float(found.time.error[index])
     guessed = "" if found.cluster.hardware.calibrated else ", and none of any program: its efficiencies are guesses"
+    low = f"{seconds(total * (1 - error))} to" if error < 1 else "at most"
     return (
-        f"Predicted, not measured: {seconds(total)} ± {error:.0%}, so {seconds(total * (1 - error))} to "
+        f"Predicted, not measured: {seconds(total)} ± {error:.0%}, so {low} "
         f"{seconds(total * (1 + error))} a step; no run of this program on this hardware has been calibrated{guessed}."
     )
 
@@ -353,11 +358,12 @@ MOVED_TO = ("dp", "tp", "pp", "cp")  # axes that are made larger, in the order i
 def what_would_fit(found: Scored, attention: str, efficiency: Efficiency) -> str:
     """The two nearest layouts that fit in place of one that does not, on its mesh, or on one in which an axis, or a
     factor of it, goes to another: those with fewest settings changed, the fastest of these."""
-    mesh = _sizes(found.layouts, 0)
+    mesh = asdict(found.layouts.mesh(0))
     near, changed = _near(found, mesh, attention, efficiency)
     if not len(near):
         pairs = [(a, b, p) for a in MOVED_TO for b in AXES for p in sorted({2, 3, mesh[b]} - {1}) if a != b]
-        moved = (dict(mesh, **{a: mesh[a] * p, b: mesh[b] // p}) for a, b, p in pairs)
+        moved = [dict(mesh, ep=mesh["ep"] * p) for p in (2, 4, 8)]  # which adds no devices
+        moved += [dict(mesh, **{a: mesh[a] * p, b: mesh[b] // p}) for a, b, p in pairs]
         legal = legal_meshes(found.base.model, found.cluster.num_devices, found.base.batch_size)
         tried = (_near(found, each, attention, efficiency) for each in moved if each in legal)
         fitting = list(itertools.islice((each for each in tried if len(each[0])), 2))

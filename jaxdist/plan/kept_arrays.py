@@ -19,6 +19,7 @@ import jax
 from jaxdist.mesh import MeshShape
 from jaxdist.models.attention_choice import traced_attention
 from jaxdist.models.base import Model
+from jaxdist.parallel.expert_parallel import MORE_ROUNDS
 from jaxdist.parallel.named_arrays import REPEAT, name_array, read_arrays
 from jaxdist.parallel.pipeline.split_backward import (
     dependents,
@@ -240,6 +241,8 @@ def _product_flops(eqn) -> float:
     name = eqn.primitive.name
     if is_product(eqn):
         return 2.0 * math.prod(product_dims(eqn))
+    if eqn.params.get("name") in MORE_ROUNDS:
+        return 0.0
     inner = (each for program in inner_programs(eqn) for each in getattr(program, "jaxpr", program).eqns)
     flops = sum(map(_product_flops, inner))
     return flops * (eqn.params["length"] if name == "scan" else math.inf if name == "while" and flops else 1)

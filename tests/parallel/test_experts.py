@@ -1,6 +1,7 @@
 """Mixtures of experts, on every mesh, against plain jnp that computes every expert for every token."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from functools import cache
@@ -28,7 +29,7 @@ from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.experts import Mixture, Router
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import grouped_kernels as kernels
-from jaxdist.parallel.expert_parallel import kept_places
+from jaxdist.parallel.expert_parallel import NOWHERE, apply_experts, kept_places, slots_of_round
 from jaxdist.parallel.grouped_matmul import grouped_matmul
 from jaxdist.params import named_params
 from jaxdist.parity import observe, quick_options
@@ -55,7 +56,7 @@ class Fields(Mixture):
 SMALL = Fields(num_experts=8, top_k=2, expert_width=16)
 MIXTURES = {
     "mixtral": SMALL,
-    "losses": dataclasses.replace(SMALL, balance_loss=0.1, z_loss=0.01),
+    "losses": dataclasses.replace(SMALL, balance_loss=0.1, z_loss=0.01, exchange_room=0.5),  # up to four rounds
     "capacity": dataclasses.replace(SMALL, capacity=0.75, balance_loss=0.1),
     "deepseek": Fields(
         num_experts=8,
@@ -270,12 +271,14 @@ def test_tp_sums_nothing_around_experts_that_it_splits():
 
 
 @pytest.mark.parametrize("ep", [2, 4, 8])
-def test_an_exchange_is_of_as_many_slots_as_could_be_chosen_or_as_capacity_allows(ep):
+def test_an_exchange_is_of_the_slots_of_a_round_or_as_capacity_allows(ep):
     model = config_of(SMALL).model
     limited = dataclasses.replace(model, capacity=1.25)
-    slots, each = ep * min(model.top_k, model.num_experts // ep), math.ceil(1.25 * 16 * 2 / 8)
+    room, each = slots_of_round(model.seq_len, 2, 8, ep, model.exchange_room), math.ceil(1.25 * 16 * 2 / 8)
     counts = model.num_experts / model.seq_len  # of each expert's rows, beside the rows there
-    assert exchanged(model, ep) == 2 * slots * model.width + counts
+    assert exchanged(model, ep) == 2 * ep * room / model.seq_len * model.width + counts
+    whole = dataclasses.replace(model, exchange_room=None)
+    assert exchanged(whole, ep) == 2 * ep * min(2, 8 // ep) * model.width + counts
     assert exchanged(limited, ep) == 2 * each * model.num_experts / model.seq_len * model.width
 
 
@@ -384,6 +387,68 @@ def test_products_of_16_bits_lower_to_kernels_on_a_gpu_and_to_loops_elsewhere(dt
     for platform, found in (("cuda", kernels_run), ("cpu", 0)):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert (text.count("xla.gpu.triton"), text.count("stablehlo.while")) == (found, 3 - found)
+
+
+def alternating(*choices: tuple[int, int]) -> np.ndarray:
+    return np.array(choices * (32 // len(choices)))
+
+
+ROUTES = {  # of 32 tokens, 8 on each of 4 ranks that hold 2 experts each
+    "drawn": np.argsort(np.random.default_rng(1).random((32, 8)), axis=1)[:, :2],
+    "even": alternating((0, 2), (4, 6), (1, 3), (5, 7)),
+    "to one expert": alternating((3, NOWHERE)),
+    "to one rank": alternating((5, 4)),
+    "an empty expert and an empty rank": alternating((0, 4), (4, 5), (5, 0), (4, 0)),
+    "nowhere": alternating((NOWHERE, NOWHERE)),
+    "from one rank": np.where(np.arange(32)[:, None] < 8, (7, 6), NOWHERE),
+}
+
+
+@pytest.mark.parametrize("room", [0.25, 0.7, 2.0, None])
+def test_an_exchange_takes_as_many_rounds_as_its_fullest_message_and_drops_nothing(room):
+    rng, mesh = np.random.default_rng(0), parse_mesh("dp=4,ep=4")
+    x_RD, w_EDF, weight_RK, dy_RD = (rng.normal(size=shape) for shape in ((32, 3), (8, 3, 3), (32, 2), (32, 3)))
+    rounds = []
+
+    def experts(w_EDF, rows_ND, counts_E):
+        jax.debug.callback(lambda: rounds.append(1))
+        return jnp.tanh(grouped_matmul(rows_ND, w_EDF, counts_E))
+
+    def exchanged(x_RD, w_EDF, expert_RK, weight_RK):
+        return apply_experts(experts, w_EDF, x_RD, expert_RK, weight_RK, 8, mesh.expert_axes, room)
+
+    def plain(x_RD, w_EDF, expert_RK, weight_RK):
+        rows = jnp.tanh(jnp.einsum("rd,rkdf->rkf", x_RD, w_EDF[expert_RK]))
+        return jnp.einsum("rkf,rk->rf", jnp.where(expert_RK[..., None] < 0, 0, rows), weight_RK)
+
+    def gradients(function, x_RD, w_EDF, expert_RK, weight_RK, dy_RD):
+        of = lambda x, w, weight: function(x, w, expert_RK, weight)  # noqa: E731
+        return jax.vjp(of, x_RD, w_EDF, weight_RK)[1](dy_RD)
+
+    by_rank = PartitionSpec("ep")
+    on_mesh = functools.partial(jax.shard_map, mesh=make_mesh(mesh, DEVICES[:4]), check_vma=True)
+    with jax.enable_x64(True):
+        run = jax.jit(on_mesh(exchanged, in_specs=by_rank, out_specs=by_rank))
+        pull = jax.jit(on_mesh(functools.partial(gradients, exchanged), in_specs=by_rank, out_specs=by_rank))
+        for name, expert_RK in ROUTES.items():
+            rounds.clear()
+            args = x_RD, w_EDF, expert_RK, weight_RK
+            np.testing.assert_allclose(run(*args), plain(*args), atol=1e-12, err_msg=name)
+            jax.effects_barrier()
+            sent = [np.bincount(e[e >= 0] // 2, minlength=4).max() for e in np.split(expert_RK, 4)]
+            slots = slots_of_round(8, 2, 8, 4, room)
+            assert len(rounds) == 4 * max(1, math.ceil(max(sent) / slots)), name
+            for found, wanted in zip(pull(*args, dy_RD), gradients(plain, *args, dy_RD), strict=True):
+                np.testing.assert_allclose(found, wanted, atol=1e-12, err_msg=name)
+
+
+def test_a_round_has_room_for_an_even_share_and_some_or_for_everything():
+    sizes = (8192, 8, 128)  # tokens of a rank, choices, experts
+    assert slots_of_round(*sizes, 16, 1.5) == 1.5 * 8192 * 8 / 16
+    assert slots_of_round(*sizes, 16, None) == 8192 * 8
+    assert slots_of_round(*sizes, 2, 1.5) == 8192 * 8  # half of which is less than 1.5 times an even share
+    assert slots_of_round(*sizes, 1, 1.5) == 8192 * 8
+    assert slots_of_round(5, 2, 8, 8, 0.01) == 1
 
 
 def test_first_choices_come_before_second_ones_and_earlier_tokens_before_later():
@@ -515,8 +580,8 @@ def test_a_plan_says_what_a_token_uses_and_what_is_padding():
     found = score(config, Candidates.of(config), cluster, "cudnn")
     used, sent = experts(found, 0, np.array([0]), "cudnn", Efficiency())
     assert used == "A token uses 12.88 billion of 46.7 billion parameters; 45.1 billion are of experts."
-    # 8 ranks, each with a slot for every token; 2 of 8 experts are chosen
-    assert sent.startswith("ep=8 sends tokens to experts: ") and "even 25% of that" in sent and "share 50%" in sent
+    assert sent.startswith("ep=8 sends tokens to experts: ")
+    assert "even 67% of that is of chosen tokens" in sent and "twice its share, 2 rounds send 2 times as much" in sent
 
 
 def small(mesh: str = "", **fields) -> RunConfig:

@@ -324,7 +324,8 @@ def of_dispatch(dispatch, *more):
 
     def run(x_RD, weight_RK):
         expert_RK = jnp.argsort(weight_RK, axis=1)
-        return dispatch(lambda rows, counts: rows, x_RD, expert_RK, weight_RK, EXPERTS, *more, ("ep",))
+        y_RD = dispatch(lambda _, rows, counts: rows, (), x_RD, expert_RK, weight_RK, EXPERTS, *more, ("ep",))
+        return y_RD.astype(x_RD.dtype)
 
     return "dp=2,ep=2", PartitionSpec("ep"), run, (half(ROWS * 4, 8), jax.ShapeDtypeStruct((ROWS * 4, 2), jnp.float32))
 
@@ -347,6 +348,7 @@ PIECES = {
     "gather": of_attention(Split(4, gathers=True)),
     "ulysses": of_attention(Split(4, 4)),
     "dispatch": of_dispatch(apply_experts),
+    "dispatch-in-rounds": of_dispatch(partial(apply_experts, room=0.25)),
     "dispatch-with-capacity": of_dispatch(apply_experts_with_capacity, 5),
     "grouped": (
         "",
@@ -355,8 +357,9 @@ PIECES = {
         (half(ROWS, 8), half(3, 8, 16)),
     ),
 }
-# Where keys are gathered, their gradients are summed over ranks as they are sent, and halves of arrays put together.
-NARROW = {"gather": {"reduce_scatter", "add_any"}, "grouped": {"dot_general"}}
+# Where keys are gathered, their gradients are summed over ranks as they are sent, and halves of arrays put together; an
+# exchange adds those of the first round and of the others.
+NARROW = {"gather": {"reduce_scatter", "add_any"}, "dispatch-in-rounds": {"add_any"}, "grouped": {"dot_general"}}
 
 
 @pytest.mark.parametrize("name", PIECES)

@@ -17,8 +17,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.collectives import type_of
+from jaxdist.parallel.expert_parallel import MORE_ROUNDS
 from jaxdist.parallel.grouped_matmul import GROUPED_PRODUCTS
 from jaxdist.parallel.remat import FREE, GATHERS, MOVES
+
+NAMED = {*GROUPED_PRODUCTS, *MORE_ROUNDS}  # jitted functions whose loops only their name tells how often they run
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,8 +169,7 @@ def trace_layer(layer: Callable, types: Sequence) -> tuple[ClosedJaxpr, ClosedJa
 
 
 def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with its calls of jitted functions (jnp's own among them) written out, but for products of
-    groups, whose work only their name tells."""
+    """The same program with its calls of jitted functions (jnp's own among them) written out, but for `NAMED`."""
 
     def write_out(closed: ClosedJaxpr, args: Sequence) -> list:
         values = constants(closed) | dict(zip(closed.jaxpr.invars, args, strict=True))
@@ -322,7 +324,7 @@ def evaluate(eqns: Sequence, known: dict, outputs: Sequence, call: Callable | No
 
     for eqn in eqns:
         args = [read(atom) for atom in eqn.invars]
-        if call is not None and eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] not in GROUPED_PRODUCTS:
+        if call is not None and eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] not in NAMED:
             values |= zip(eqn.outvars, call(eqn.params["jaxpr"], args), strict=True)
             continue
         with eqn.ctx.manager:

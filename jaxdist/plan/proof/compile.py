@@ -26,6 +26,7 @@ from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.files import write_whole
 from jaxdist.mesh import AXES, MeshShape, make_mesh
+from jaxdist.parallel.expert_parallel import MORE_ROUNDS
 from jaxdist.plan.proof import hlo
 from jaxdist.plan.proof.trace import Count, Iterations, Transfer, as_permutes, on_stages, times_each, total_sent
 from jaxdist.runtime.devices import MAX_SIMULATED, acquire_devices, prepare_cpu
@@ -261,7 +262,8 @@ def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | Non
     """Every collective of an optimised HLO text over more than one device, in program order.
 
     iterations: as in `jaxdist.plan.proof.trace.collectives_of`, for loops whose length is data and for the branches of
-    a conditional: an instruction's metadata names the jitted functions that it came from. What the compiler has lifted
+    a conditional: an instruction's metadata names the jitted functions that it came from. An exchange between experts
+    takes one round. What the compiler has lifted
     out of such a loop is counted where it stands.
     """
     bodies, entry = hlo.computations(text)
@@ -305,6 +307,8 @@ def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | Non
             inner = (count, scanned, branch)
             if opcode == "while" and (trips := hlo.TRIPS.search(rest)):
                 inner = (times_each(count, int(trips[1])), times_each(count, int(trips[1])), branch)
+            elif opcode == "while" and (found := _LOOP_OF.search(rest)) and found[1] in MORE_ROUNDS:
+                continue
             elif opcode == "while":
                 inner = (named_runs(_LOOP_OF, rest, scanned), scanned)
             elif opcode == "conditional":

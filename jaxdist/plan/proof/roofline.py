@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from jaxdist.parallel.expert_parallel import MORE_ROUNDS
 from jaxdist.plan.hardware import Accelerator
 from jaxdist.plan.proof import hlo
 from jaxdist.plan.proof.hlo import Instruction
@@ -128,7 +129,8 @@ class Total:
 def kernels_of(text: str) -> list[Kernel]:
     """Every kernel of an optimised program, in program order.
 
-    A loop whose length is data counts once, and of the branches of a conditional each counts once.
+    A loop whose length is data counts once, one for rounds after the first of an exchange not at all, and of the
+    branches of a conditional each counts once.
     """
     return _Program(text).kernels
 
@@ -152,6 +154,8 @@ class _Program:
             opcode = instruction.opcode
             if opcode in CONTROL:
                 times = count
+                if opcode == "while" and any(f"jit({name})/while" in instruction.rest for name in MORE_ROUNDS):
+                    continue
                 if opcode == "while":
                     known = hlo.TRIPS.search(instruction.rest)
                     self.trips.append(int(known[1]) if known else 1)

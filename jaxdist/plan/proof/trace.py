@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxdist.mesh import MeshShape
+from jaxdist.parallel.expert_parallel import MORE_ROUNDS
 from jaxdist.parallel.pipeline.split_backward import inner_programs
 from jaxdist.train.program import Program
 
@@ -89,17 +90,18 @@ def as_permutes(kind: str, axes: Iterable[str], num_bytes: int, ranks: int, mesh
     return "permute", sent_among(ranks, kind, num_bytes)
 
 
-def collectives_of(jaxpr, mesh: MeshShape, iterations: Iterations | None = None) -> list[Collective]:
-    """Every collective of a (closed) jaxpr over a live axis, in program order.
+def collectives_of(jaxpr, mesh: MeshShape, iterations: Iterations | None = None, rounds: int = 1) -> list[Collective]:
+    """Every collective of a (closed) jaxpr over a live axis that runs, in program order.
 
     iterations: by the name of a jitted function, how often it (or, where it is one `while` loop, the loop) runs on each
     stage in each iteration of the scan around it.
+    rounds: of every exchange between experts that drops nothing (`jaxdist.parallel.expert_parallel`).
     Raises: ValueError for another `while` loop around a collective, whose count the program does not state.
     """
     found = []
-    for eqn, count, depth in equations(jaxpr, iterations):
+    for eqn, count, depth in equations(jaxpr, iterations, rounds):
         kind = KINDS.get(eqn.primitive.name)
-        if kind is None:
+        if kind is None or (count is not None and not np.any(count)):
             continue
         live = tuple(axis for axis in axes_of(eqn) if mesh.size(axis) > 1)
         if live:
@@ -161,10 +163,10 @@ def step_collectives(program: Program, traced: jax.stages.Traced, *, evaluate: b
     return collectives_of(traced.jaxpr, program.config.parallel.mesh, program.iterations(evaluate=evaluate))
 
 
-def equations(jaxpr, iterations: Iterations | None = None) -> Iterator[tuple]:
+def equations(jaxpr, iterations: Iterations | None = None, rounds: int = 1) -> Iterator[tuple]:
     """Every equation of a jaxpr and of those inside it, with how often it runs and its loop depth.
 
-    How often is None where it is unknown, an array where stages differ. `iterations`: see `collectives_of`.
+    How often is None where it is unknown, an array where stages differ. iterations, rounds: see `collectives_of`.
     """
 
     def walk(jaxpr, count, depth, scanned, loop) -> Iterator[tuple]:
@@ -177,6 +179,9 @@ def equations(jaxpr, iterations: Iterations | None = None) -> Iterator[tuple]:
                 inner = (times, depth + 1, times, None)
             elif name == "while":
                 inner = (loop, depth + 1, scanned, None)
+            elif eqn.params.get("name") in MORE_ROUNDS:
+                times = times_each(count, rounds - 1)
+                inner = (times, depth, times, times)
             elif iterations and eqn.params.get("name") in iterations:
                 times = times_each(scanned, iterations[eqn.params["name"]])
                 inner = (times, depth, scanned, times)
