@@ -109,11 +109,11 @@ LARGE = {
     "LoRA of 8B, ZeRO-1": Large(
         "llama3-8b", 4096, 32, "dp=4,tp=2", {"zero": 1, "accumulate": 4} | BLOCK, 10.88, lora=16
     ),
-    "8x7B": Large("mixtral-8x7b", 4096, 128, "dp=64,ep=8", {"zero": 3} | BLOCK, 24.91),
+    "8x7B": Large("mixtral-8x7b", 4096, 128, "dp=64,ep=8", {"zero": 3} | BLOCK, 21.34),
     "8x7B, capacity": Large("mixtral-8x7b", 4096, 128, "dp=64,ep=8", {"zero": 3} | BLOCK, 19.40, capacity=1.25),
     "8x7B, no ep": Large("mixtral-8x7b", 4096, 128, "dp=64", {"zero": 3} | BLOCK, 27.07),
     "8x7B, pipeline": Large(
-        "mixtral-8x7b", 4096, 128, "pp=4,dp=16,ep=8", {"zero": 1, "microbatches": 8} | BLOCK, 60.80
+        "mixtral-8x7b", 4096, 128, "pp=4,dp=16,ep=8", {"zero": 1, "microbatches": 8} | BLOCK, 37.86
     ),
     "8x7B, experts over tp": Large(
         "mixtral-8x7b",
@@ -125,12 +125,12 @@ LARGE = {
         capacity=1.25,
     ),
     "8x7B, tp=8": Large(
-        "mixtral-8x7b", 4096, 64, "dp=8,ep=8,tp=8", {"zero": 1, "sp": True, "accumulate": 4} | BLOCK, 19.52
+        "mixtral-8x7b", 4096, 64, "dp=8,ep=8,tp=8", {"zero": 1, "sp": True, "accumulate": 4} | BLOCK, 17.15
     ),
     "30B-A3B, ZeRO-1": Large(
-        "qwen3-30b-a3b", 4096, 32, "dp=8,ep=8,tp=2", {"zero": 1, "sp": True, "accumulate": 4} | BLOCK, 49.71
+        "qwen3-30b-a3b", 4096, 32, "dp=8,ep=8,tp=2", {"zero": 1, "sp": True, "accumulate": 4} | BLOCK, 42.70
     ),
-    "30B-A3B": Large("qwen3-30b-a3b", 4096, 32, "dp=32,ep=8", {"zero": 3} | BLOCK, 27.33),
+    "30B-A3B": Large("qwen3-30b-a3b", 4096, 32, "dp=32,ep=8", {"zero": 3} | BLOCK, 19.55),
     "1B, ring": Large("llama3.2-1b", 8192, 8, "dp=2,cp=4", {"zero": 3} | BLOCK, 6.23),
     "0.6B, ulysses": Large("qwen3-0.6b", 8192, 8, "dp=2,cp=4", {"zero": 3, "cp_kind": "ulysses"} | BLOCK, 4.71),
     "8B, ulysses": Large(

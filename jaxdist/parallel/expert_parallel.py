@@ -197,7 +197,7 @@ def apply_experts(
     y_RD = of_round(weights, x_RD, weight_RK, route, 0)
     if num_slots < most:
         number = comm.all_reduce_max(-(-jnp.max(counts_NE.sum(1)) // num_slots), axes)
-        y_RD += _more_rounds(of_round, *_vary_alike((weights, x_RD, weight_RK, route, number)))
+        y_RD = _more_rounds(of_round, *_vary_alike((y_RD, weights, x_RD, weight_RK, route, number)))
     return y_RD.astype(x_RD.dtype)
 
 
@@ -260,19 +260,20 @@ class _Rounds(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _more_rounds(of_round, weights, x_RD, weight_RK, route, number):
-    """The sum of rounds 1 to `number`. Each way through them is a loop in a jitted function of its own name, so that a
-    pipeline can part the gradient of x from that of the weights, and a trace knows how often it runs."""
+def _more_rounds(of_round, y_RD, weights, x_RD, weight_RK, route, number):
+    """`y_RD` and the sum of rounds 1 to `number`. Each way through them is a loop in a jitted function of its own name,
+    so that a pipeline can part the gradient of x from that of the weights, and a trace knows how often it runs."""
 
     @jax.jit
-    def more_rounds(weights, x_RD, weight_RK, route, number):
-        of_type = jax.ShapeDtypeStruct(x_RD.shape, weight_RK.dtype)
-        return _summed(number, of_type, x_RD, lambda r: of_round(weights, x_RD, weight_RK, route, r))
+    def more_rounds(y_RD, weights, x_RD, weight_RK, route, number):
+        return _summed(number, y_RD, lambda r: of_round(weights, x_RD, weight_RK, route, r))
 
-    return more_rounds(weights, x_RD, weight_RK, route, number)
+    return more_rounds(y_RD, weights, x_RD, weight_RK, route, number)
 
 
 def _more_rounds_backward(of_round, kept, dy_RD):
+    """Backward of the first round waits for these: their arrays are not beside its own."""
+
     @jax.jit
     def more_rounds_of_inputs(kept, dy_RD):
         weights, x_RD, weight_RK, route, number = kept
@@ -280,7 +281,7 @@ def _more_rounds_backward(of_round, kept, dy_RD):
         def gradient(r):
             return jax.vjp(lambda x, weight: of_round(weights, x, weight, route, r), x_RD, weight_RK)[1](dy_RD)
 
-        return _summed(number, (x_RD, weight_RK), x_RD, gradient)
+        return _gradients((x_RD, weight_RK), x_RD, number, gradient)
 
     @jax.jit
     def more_rounds_of_weights(kept, dy_RD):
@@ -289,32 +290,33 @@ def _more_rounds_backward(of_round, kept, dy_RD):
         def gradient(r):
             return jax.vjp(lambda weights: of_round(weights, x_RD, weight_RK, route, r), weights)[1](dy_RD)[0]
 
-        return _summed(number, weights, x_RD, gradient)
+        return _gradients(weights, x_RD, number, gradient)
 
-    return more_rounds_of_weights(kept, dy_RD), *more_rounds_of_inputs(kept, dy_RD), None, None
+    of_inputs, first_RD = lax.optimization_barrier((more_rounds_of_inputs(kept, dy_RD), dy_RD))
+    return first_RD, more_rounds_of_weights(kept, dy_RD), *of_inputs, None, None
 
 
 _more_rounds.defvjp(
-    lambda of_round, *args: (_more_rounds(of_round, *args), args),
+    lambda of_round, *args: (_more_rounds(of_round, *args), args[1:]),
     _more_rounds_backward,
 )
 MORE_ROUNDS = "more_rounds", "more_rounds_of_inputs", "more_rounds_of_weights"
 
 
-def _summed(number: jax.Array, types, like: jax.Array, of_round: Callable):
-    """The sum over rounds 1 to `number` of trees of these types, which vary as `like` does, in at least fp32."""
-
-    def wide(x):
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-    def zero(x):
-        return comm.varying_like(wide(jnp.zeros(x.shape, x.dtype)), like)
+def _summed(number: jax.Array, start, of_round: Callable):
+    """A tree and those of rounds 1 to `number`, added up."""
 
     def body(r, sums):
-        return jax.tree.map(lambda total, x: total + wide(x), sums, of_round(r))
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, of_round(r))
 
-    sums = lax.fori_loop(jnp.ones_like(number), number, body, jax.tree.map(zero, types))
-    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, types)
+    return lax.fori_loop(jnp.ones_like(number), number, body, start)
+
+
+def _gradients(arrays, like: jax.Array, number: jax.Array, of_round: Callable):
+    """The sum of rounds' gradients of `arrays`, a tree, which vary as `like` does, added up in at least fp32."""
+    wide = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), arrays)
+    sums = _summed(number, jax.tree.map(lambda x: comm.varying_like(x, like), wide), of_round)
+    return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, arrays)
 
 
 def _vary_alike(tree):

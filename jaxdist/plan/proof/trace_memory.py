@@ -24,6 +24,7 @@ from jax.extend.core import Literal
 
 from jaxdist.compat import scan_counts
 from jaxdist.errors import ConfigError
+from jaxdist.parallel.expert_parallel import MORE_ROUNDS
 from jaxdist.parallel.pipeline.split_backward import inner_programs
 
 # What an operation does to buffers. Anything in none of these sets writes a buffer of its own and reads buffers.
@@ -212,6 +213,7 @@ class _Op:
     inputs: list[int | None]  # None: a constant of the text
     outputs: list[int]
     eqn: object
+    loop: str = ""  # the jitted function that it stands in
 
 
 @dataclass
@@ -225,7 +227,7 @@ class _Program:
         self.sizes.append(_bytes(aval, self.rules.widens))
         return len(self.sizes) - 1
 
-    def add(self, jaxpr, inputs: list) -> list:
+    def add(self, jaxpr, inputs: list, function: str = "") -> list:
         """Append a jaxpr's equations, calls written out and mere renamings left out; returns its outputs."""
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         value_of = {v: self.new(v.aval) for v in jaxpr.constvars} | dict(zip(jaxpr.invars, inputs, strict=True))
@@ -240,12 +242,12 @@ class _Program:
                 at = next(k for k, names in enumerate(platforms) if names is None or self.rules.platform in names)
                 results = self.add(eqn.params["branches"][at], ids[1:])
             elif name in CALLS:
-                results = self.add(next(inner_programs(eqn)), ids)
+                results = self.add(next(inner_programs(eqn)), ids, eqn.params.get("name", ""))
             elif len(ids) == len(eqn.outvars) and (name in RENAMES or _is_no_cast(eqn)):
                 results = ids
             else:
                 results = [self.new(v.aval) for v in eqn.outvars]
-                self.ops.append(_Op(name, ids, results, eqn))
+                self.ops.append(_Op(name, ids, results, eqn, function))
             value_of.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -318,7 +320,9 @@ class _Timeline:
         program.scatter_in_place(outputs)
         slices, own = {inputs[i] for i in sliced}, {outputs[j] for j in kept} - {None}
         level = _Level(program, self.rules, slices, own)
-        if self.rules.joins_gathers and (kernels := level.joined()):
+        kernels = level.joined() if self.rules.joins_gathers else []
+        if kernels or any(map(_is_more_rounds, program.ops)):
+            kernels = _more_rounds_first(kernels or [[op] for op in program.ops])
             program.ops = [op for kernel in kernels for op in kernel]
             level = _Level(program, self.rules, slices, own, kernels)
         home = {outputs[j]: inputs[carried[j]] if j in carried else None for j in range(len(outputs)) if j not in kept}
@@ -572,6 +576,24 @@ class _Level:
 def _values(op: _Op) -> list[int]:
     """Values that an operation reads, less constants of the text."""
     return [value for value in op.inputs if value is not None]
+
+
+def _is_more_rounds(op: _Op) -> bool:
+    return op.name == "while" and op.loop in MORE_ROUNDS
+
+
+def _more_rounds_first(kernels: list[list[_Op]]) -> list[list[_Op]]:
+    """The kernels in an order in which each loop of an exchange's later rounds comes before what it does not need:
+    backward of the first round waits for it, and compilers make late what is read late."""
+    for loop in [kernel for kernel in kernels if any(map(_is_more_rounds, kernel))]:
+        at, needed, before = kernels.index(loop), {*_values(loop[-1])}, []
+        for kernel in reversed(kernels[:at]):
+            if needed.intersection(*[[value for op in kernel for value in op.outputs]]):
+                needed.update(value for op in kernel for value in _values(op))
+                before.append(kernel)
+        others = [kernel for kernel in kernels[:at] if kernel not in before]
+        kernels = [*before[::-1], loop, *others, *kernels[at + 1 :]]
+    return kernels
 
 
 def _grouped_order(needs: list[set[int]], group: Mapping[int, int], first: set[int]) -> list[list[int]]:
