@@ -166,7 +166,7 @@ def apply_experts(
     give partial sums, so is y.
     Sends: `slots_of_round` slots to every other rank of `axes` in each round, there and back, of these bytes (n-1)/n;
     as many rounds as the fullest message of any rank needs, so that nothing is ever dropped, nearly always one. Rounds
-    after the first keep nothing for backward: x is sent again for its gradient, and once more for that of `weights`.
+    after the first keep nothing for backward: they run again for the gradient of x, and again for that of `weights`.
     Raises: ConfigError for more slots than 32 bits count.
     """
     num_tokens, choices = expert_RK.shape

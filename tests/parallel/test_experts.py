@@ -38,6 +38,7 @@ from jaxdist.plan.explain import experts
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import exchanged, work_of
 from jaxdist.plan.program_memory import program_bytes
+from jaxdist.plan.proof.trace import collectives_of
 from jaxdist.plan.search import Candidates, legal_meshes, pipelines, score
 from jaxdist.plan.time_model import Efficiency
 from jaxdist.runtime.expert_load import FAULTS, broken, counted, counters, summary
@@ -440,6 +441,24 @@ def test_an_exchange_takes_as_many_rounds_as_its_fullest_message_and_drops_nothi
             assert len(rounds) == 4 * max(1, math.ceil(max(sent) / slots)), name
             for found, wanted in zip(pull(*args, dy_RD), gradients(plain, *args, dy_RD), strict=True):
                 np.testing.assert_allclose(found, wanted, atol=1e-12, err_msg=name)
+
+
+def test_every_round_sends_as_much_as_the_first():
+    mesh, by_rank = parse_mesh("dp=4,ep=4"), PartitionSpec("ep")
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((32, 5), "f4"), ((32, 2), "i4"), ((32, 2), "f4"))
+    ]
+
+    def exchanged(x_RD, expert_RK, weight_RK):
+        return apply_experts(lambda _, rows, counts: rows, (), x_RD, expert_RK, weight_RK, 8, mesh.expert_axes, 0.75)
+
+    on_mesh = jax.shard_map(exchanged, mesh=make_abstract_mesh(mesh), in_specs=by_rank, out_specs=by_rank)
+    jaxpr = jax.make_jaxpr(on_mesh)(*arrays)
+    for rounds in (1, 2, 5):
+        sent = collectives_of(jaxpr, mesh, rounds=rounds)
+        rows = [c.count * c.full_bytes for c in sent if c.full_bytes > 100]
+        assert sum(rows) == rounds * 2 * (4 * 3) * 5 * 4  # there and back: 3 slots for each of 4 ranks, 5 wide
+        assert [c.full_bytes for c in sent if c.full_bytes <= 100] == [8 * 4, 4]  # counts, and the number of rounds
 
 
 def test_a_round_has_room_for_an_even_share_and_some_or_for_everything():
