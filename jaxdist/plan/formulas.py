@@ -10,7 +10,7 @@ sequences of an update, V vocabulary, P or Ψ parameters, D tokens, t = tp, p = 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -375,7 +375,6 @@ def layer_activation_bytes(
     For GPT in 16 bit with dropout: sbh(10 + 24/t + 5as/(ht)); with sp sbh/t·(34 + 5as/h); selective leaves 5as/h out;
     a recomputed block keeps its input alone, 2sbh (2sbh/t with sp, which the paper does not do), and every-K keeps one
     input for K blocks. cp divides everything. `flash` attention never keeps the scores. Without dropout the masks go.
-    What a recomputed block holds while it is recomputed is not here: see `recompute_bytes`.
     Source: arXiv 2205.05198, section 4 and table 2.
     """
     h, f, kv = shape.width, shape.ffn_width, shape.kv_width
@@ -393,31 +392,6 @@ def layer_activation_bytes(
     kept = replicated / sharded + (split + np.where(selective | flash, 0, scores)) / tp
     whole = itemsize * h / sharded / np.maximum(every, 1)
     return (positions * np.where(every > 0, whole, kept))[()]
-
-
-def recompute_bytes(shape: ModelShape, rows: Number, remat: str | np.ndarray = "none", **kwargs) -> Number:
-    """What `remat` "block" or "every-K" holds while K blocks are recomputed: their activations. 0 otherwise."""
-    _, every = remat_columns(remat)
-    return every * layer_activation_bytes(shape, rows, remat="none", **kwargs)
-
-
-def head_activation_bytes(
-    shape: ModelShape,
-    rows: Number,
-    tp: Number = 1,
-    sp: Number = False,
-    cp: Number = 1,
-    bytes_per_logit: float = 4,
-    itemsize: int = 2,
-) -> Number:
-    """Final norm, output matmul and loss, for one micro-batch: 4sbh/t + 4sbV/t in 16 bit.
-
-    bytes_per_logit: 4 for logits kept once in fp32 (the paper); a framework that also keeps the 16-bit logits and the
-    softmax holds 10.
-    Source: arXiv 2205.05198, section 4.3.
-    """
-    hidden = 2 * itemsize * shape.width / np.where(sp, tp, 1)
-    return (rows * shape.seq_len / cp * (hidden + bytes_per_logit * shape.vocab_size / tp))[()]
 
 
 def interleave_factor(pp: Number, chunks: Number) -> Number:
@@ -472,15 +446,6 @@ def dp_traffic(
     return Traffic((rounds * parameters * (np.asarray(dp) - 1) / dp)[()], calls[()])
 
 
-def hsdp_traffic(parameters: Number, replica: Number, dp: Number, keep_after_forward: Number = False) -> dict:
-    """Hybrid sharding, one micro-batch: "inside" the dp group ZeRO-3's volume, "across" replicas an all-reduce of Ψ/dp.
-
-    Source: PyTorch FSDP, arXiv 2304.11277, section 3.2.2.
-    """
-    across = dp_traffic(np.asarray(parameters) / dp, replica)
-    return {"inside": dp_traffic(parameters, dp, 3, keep_after_forward), "across": across}
-
-
 def tp_traffic(
     shape: ModelShape,
     rows: Number,
@@ -504,61 +469,6 @@ def tp_traffic(
     size = rows * shape.seq_len / cp * shape.width
     active = np.asarray(tp) > 1
     return Traffic((calls * 2 * size * (np.asarray(tp) - 1) / tp)[()], (active * calls * np.where(sp, 2, 1))[()])
-
-
-class ContextTraffic(NamedTuple):
-    """Bytes that a device sends for one layer and micro-batch over cp."""
-
-    forward: Number
-    backward: Number
-
-
-def cp_traffic(
-    shape: ModelShape,
-    rows: Number,
-    groups: Number,
-    exchanging: Number = 1,
-    gathers: Number = False,
-    tp: Number = 1,
-    itemsize: int = 2,
-    sum_itemsize: int = 4,
-) -> ContextTraffic:
-    """Context parallelism over groups * exchanging ranks, in bytes: queries stay, keys and values are sent.
-
-    A ring passes a rank's keys and values on groups - 1 times, in backward again, and their gradients in `sum_itemsize`
-    bytes after them. A gather (gathers) sends as much forward, and scatters their gradients. Groups of u ranks that
-    exchange heads send (u-1)/u of q, k, v and of the result, both ways; fewer key heads than u are repeated.
-    Source: Ring Attention, arXiv 2310.01889; Llama 3, 2407.21783, section 3.3.2; DeepSpeed Ulysses, 2309.14509.
-    """
-    u, g = np.asarray(exchanging), np.asarray(groups)
-    positions = rows * shape.seq_len / (u * g)
-    head_dim = shape.width / shape.num_heads
-    heads = np.maximum(shape.kv_width / head_dim / np.asarray(tp), 1)
-    heads = np.where(heads % u == 0, heads, np.maximum(heads, u))
-    keys = 2 * positions * heads * head_dim * itemsize
-    exchanged = (u - 1) / u * (2 * positions * shape.width / tp * itemsize + keys)
-    gradients = np.where(gathers, 0, keys / itemsize * sum_itemsize)
-    return ContextTraffic((exchanged + (g - 1) * keys)[()], (exchanged + (g - 1) * (keys + gradients))[()])
-
-
-def pp_traffic(
-    shape: ModelShape, rows: Number, tp: Number = 1, scatter_gather: Number = False, chunks: Number = 1, cp: Number = 1
-) -> Traffic:
-    """One boundary, one direction, one micro-batch: bsh elements; bsh/t with scatter/gather (or sp). v chunks: v times.
-
-    Source: arXiv 2104.04473, section 4.1.
-    """
-    return Traffic(
-        (chunks * rows * shape.seq_len / cp * shape.width / np.where(scatter_gather, tp, 1))[()], np.asarray(chunks)[()]
-    )
-
-
-def tokens_to_hide_dp(flops_per_s: Number, bytes_per_s: Number, gradient_bytes: float = 2) -> Number:
-    """Tokens a device must process in an update so that its gradient all-reduce ends before backward does.
-
-    Backward takes 4PD/F seconds, a ring all-reduce 2·P·bytes/B: D > F/B for 16-bit gradients.
-    """
-    return gradient_bytes / 2 * flops_per_s / bytes_per_s
 
 
 # ---------------------------------------------------------------------------------------------------------- pipeline

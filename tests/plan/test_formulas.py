@@ -67,12 +67,6 @@ def test_zero_table(ranks):
 # ----------------------------------------------------------------------------------------------------- communication
 
 
-def test_hybrid_sharding_all_reduces_shards_across_groups():
-    traffic = f.hsdp_traffic(1e9, replica=4, dp=8)
-    assert traffic["inside"].elements == 3 * 1e9 * 7 / 8
-    assert traffic["across"].elements == 2 * (1e9 / 8) * 3 / 4
-
-
 def test_two_levels_send_what_one_ring_sends_in_all():
     for algorithm in ("ring_all_reduce", "ring_all_gather", "ring_reduce_scatter"):
         within, across = two_level(algorithm, 8, 4, 32e9)
@@ -80,15 +74,6 @@ def test_two_levels_send_what_one_ring_sends_in_all():
         assert within.bytes_sent + across.bytes_sent == pytest.approx(collective_cost(algorithm, 32, 32e9).bytes_sent)
     with pytest.raises(ValueError, match=r"'tree_all_reduce' in two levels.*Use one of ring_all_reduce"):
         two_level("tree_all_reduce", 8, 4, 1.0)
-
-
-def test_data_parallelism_hides_above_so_many_tokens():
-    tokens = f.tokens_to_hide_dp(312e12, 25e9)
-    assert shown(tokens / 100, "125")  # 12,480, printed as ≈ 12,500
-    # The same, from what it is derived from: backward 4PD/F, ring all-reduce of 16-bit gradients 2·2P/B.
-    parameters = 7e9
-    assert 4 * parameters * tokens / 312e12 == pytest.approx(2 * 2 * parameters / 25e9)
-    assert f.tokens_to_hide_dp(312e12, 25e9, gradient_bytes=4) == 2 * tokens
 
 
 def test_tensor_parallel_traffic():
@@ -101,12 +86,6 @@ def test_tensor_parallel_traffic():
     sequence = f.tp_traffic(GPT3, b, t, sp=True)
     assert sequence.elements == traffic.elements and sequence.collectives == 8
     assert f.tp_traffic(GPT3, b, 1).elements == f.tp_traffic(GPT3, b, 1).collectives == 0
-
-
-def test_pipeline_traffic():
-    assert f.pp_traffic(GPT3, 4).elements == 4 * 2048 * 12288
-    assert f.pp_traffic(GPT3, 4, tp=8, scatter_gather=True).elements == 4 * 2048 * 12288 / 8
-    assert f.pp_traffic(GPT3, 4, chunks=2).elements == 2 * 4 * 2048 * 12288
 
 
 # -------------------------------------------------------------------------------------------------------- parameters
@@ -167,9 +146,6 @@ def test_activation_formulas():
     assert of(remat="every-4") == sbh / 2
     assert of(cp=4) == of() / 4
     assert of(flash=True) == of(remat="selective")
-    assert f.recompute_bytes(GPT3, b, "every-4", tp=t) == 4 * of(tp=t)
-    assert f.recompute_bytes(GPT3, b, "selective") == 0
-    assert f.head_activation_bytes(GPT3, b, t, True) == 4 * sbh / t + 4 * s * b * 51200 / t
     with pytest.raises(ValueError, match=r"remat='every-0': .* Use every-2"):
         of(remat="every-0")
 
