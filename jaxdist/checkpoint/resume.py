@@ -224,11 +224,14 @@ def require_own_folder(out: Path, config: RunConfig, compiled: dict, warn: Calla
         warn(f"the file that defines {there['model']['class']} has changed since this run began")
 
 
+HOW = ("attention", "model.exchange_room")  # settings that round otherwise and compute the same
+
+
 def other_rounding(there: dict, here: dict) -> list[str]:
     """What differs of all that says how a step is computed, and not what."""
     old, new = flatten_dict(there, sep="."), flatten_dict(here, sep=".")
     old = {name: renewed(name.removeprefix("parallel."), value) for name, value in old.items()}
-    known = {name for name in old.keys() & new.keys() if name.startswith("parallel.") or name == "attention"}
+    known = {name for name in old.keys() & new.keys() if name.startswith("parallel.") or name in HOW}
     options = {name for name in old.keys() | new.keys() if name.startswith("compiler_options.")}
     return [
         f"{name.removeprefix('parallel.')} was {old.get(name)} and is {new.get(name)}"
@@ -277,5 +280,5 @@ def differences(there, here: dict, only: tuple[str, ...]) -> list[str]:
     return [
         f"{name} is {old.get(name)} there and {new.get(name)} here"
         for name in sorted(wanted)
-        if old.get(name) != new.get(name) and name != "model.source"
+        if old.get(name) != new.get(name) and name not in ("model.source", *HOW)
     ]

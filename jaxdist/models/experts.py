@@ -93,6 +93,12 @@ class Mixture:
             raise ConfigError(
                 f"exchange_room={self.exchange_room}", "must be a number above 0", f"Use exchange_room={ROOM}"
             )
+        if self.capacity is not None and self.exchange_room != ROOM:
+            raise ConfigError(
+                f"exchange_room={self.exchange_room} with capacity={self.capacity}",
+                "must be given only where nothing is dropped: a capacity has room of its own",
+                "Leave one of them out",
+            )
         for name in ("shared_width", "balance_rate", "balance_loss", "z_loss", "routed_scale"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}={getattr(self, name)}", "must be a number, not below 0", f"Use {name}=0")

@@ -345,12 +345,13 @@ def test_a_run_goes_on_only_as_itself_in_every_setting():
     for name, value in flatten_dict(there, sep=".").items():
         other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int | float) else "another"
         changed = unflatten_dict(flatten_dict(there, sep=".") | {name: other}, sep=".")
-        if name.startswith("parallel.") or name == "model.source":
+        if name.startswith("parallel.") or name in ("model.source", *resume.HOW):
             resume.require_same_run("out", changed, config)
         else:
             with pytest.raises(ConfigError, match=name if name != "model.class" else "its model is"):
                 resume.require_same_run("out", changed, config)
-    for name in ("mask_documents", "optimizer.lr_schedule", "optimizer.momentum"):  # which older runs do not say
+    older = "mask_documents", "optimizer.lr_schedule", "optimizer.momentum", "model.exchange_room"
+    for name in older:  # which runs of before do not say
         before = {key: value for key, value in flatten_dict(there, sep=".").items() if key != name}
         resume.require_same_run("out", unflatten_dict(before, sep="."), config)
 

@@ -619,6 +619,8 @@ def small(mesh: str = "", **fields) -> RunConfig:
         (lambda: small(capacity=0.2), "capacity=0.2: .* 0.8. .* capacity=0.25"),
         (lambda: small(capacity=-1.0), "capacity=-1"),
         (lambda: small(z_loss=-1.0), "z_loss=-1"),
+        (lambda: small(exchange_room=0.0), "exchange_room=0.0: must be a number above 0"),
+        (lambda: small(exchange_room=2.0, capacity=1.0), "exchange_room=2.0 with capacity=1.0: .* Leave one"),
         (lambda: small("dp=4,ep=4", num_experts=6), "6 experts: .* Use ep in .1, 2, 3"),
         (lambda: small("tp=4", expert_width=6), "expert_width=6 cannot be split over tp=4"),
         (lambda: ParallelConfig(parse_mesh("tp=4"), experts_over_tp=True), "experts_over_tp=True: .* Add sp=True"),
