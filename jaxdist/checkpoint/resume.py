@@ -224,14 +224,16 @@ def require_own_folder(out: Path, config: RunConfig, compiled: dict, warn: Calla
         warn(f"the file that defines {there['model']['class']} has changed since this run began")
 
 
-HOW = ("attention", "model.exchange_room")  # settings that round otherwise and compute the same
+def is_how(name: str) -> bool:
+    """Whether a setting says how a step is computed, and not what: sums may be rounded otherwise."""
+    return name.startswith("parallel.") or name == "attention" or name.endswith(".exchange_room")
 
 
 def other_rounding(there: dict, here: dict) -> list[str]:
     """What differs of all that says how a step is computed, and not what."""
     old, new = flatten_dict(there, sep="."), flatten_dict(here, sep=".")
     old = {name: renewed(name.removeprefix("parallel."), value) for name, value in old.items()}
-    known = {name for name in old.keys() & new.keys() if name.startswith("parallel.") or name in HOW}
+    known = {name for name in old.keys() & new.keys() if is_how(name)}
     options = {name for name in old.keys() | new.keys() if name.startswith("compiler_options.")}
     return [
         f"{name.removeprefix('parallel.')} was {old.get(name)} and is {new.get(name)}"
@@ -280,5 +282,5 @@ def differences(there, here: dict, only: tuple[str, ...]) -> list[str]:
     return [
         f"{name} is {old.get(name)} there and {new.get(name)} here"
         for name in sorted(wanted)
-        if old.get(name) != new.get(name) and name not in ("model.source", *HOW)
+        if old.get(name) != new.get(name) and name != "model.source" and not is_how(name)
     ]

@@ -137,7 +137,7 @@ def open_weights(path: Path | str, model: Model) -> tuple[Folder, dict[str, Stor
 
 
 # What shapes training and no parameter that is trained.
-TRAINING = ("dropout", "balance_loss", "z_loss", "capacity")
+TRAINING = ("dropout", "balance_loss", "z_loss", "capacity", "exchange_room")
 FREE = ("seq_len", *TRAINING)
 
 

@@ -345,7 +345,7 @@ def test_a_run_goes_on_only_as_itself_in_every_setting():
     for name, value in flatten_dict(there, sep=".").items():
         other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int | float) else "another"
         changed = unflatten_dict(flatten_dict(there, sep=".") | {name: other}, sep=".")
-        if name.startswith("parallel.") or name in ("model.source", *resume.HOW):
+        if resume.is_how(name) or name == "model.source":
             resume.require_same_run("out", changed, config)
         else:
             with pytest.raises(ConfigError, match=name if name != "model.class" else "its model is"):
