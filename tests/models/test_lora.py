@@ -344,7 +344,7 @@ def test_adapters_resume_on_another_mesh_and_merge_into_the_weights_that_are_exp
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
     assert np.log(evaluated[0]) == pytest.approx(whole["held_out_loss"], rel=1e-4)
 
-    code, out, err = run(capfd, "convert", folder / "whole", "--out", folder / "hf", "--mesh", "tp=2")
+    code, out, err = run(capfd, "convert", "ours", folder / "whole", "--out", folder / "hf", "--mesh", "tp=2")
     assert code == 0 and "adapters merged" in out, err
     words = [folder / "hf", "--data", folder / "text.txt", "--batch-size", "4", "--windows", "8", "--split", "held-out"]
     code, out, err = run(capfd, "evaluate", *words)

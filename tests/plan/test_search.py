@@ -786,8 +786,9 @@ def test_rows_are_traced_with_a_number_that_divides_no_dim():
     assert rows_to_trace(dataclasses.replace(SMALL, ffn_width=499 * 491)) == 487
     model = PRESETS["qwen3-30b-a3b"]
     rank_ = OneRank.of(RunConfig(model, ParallelConfig(mesh_of("dp=16,ep=16")), batch_size=16))
+    whole = dataclasses.replace(model, exchange_room=None)
     with pytest.raises(ConfigError, match="in 32 bits"):
-        rank_memory(dataclasses.replace(rank_, rows=499))
+        rank_memory(dataclasses.replace(rank_, model=whole, rows=499))
     rows = np.array([1, 2])
     few, fewer = (dataclasses.replace(rank_, ep=2, rows=rows) for rows in (rows_to_trace(model, 8 * 16), 61))
     for one, two in zip(rank_memory(few), rank_memory(fewer), strict=True):
