@@ -172,8 +172,7 @@ def apply_experts(
     num_tokens, choices = expert_RK.shape
     n = comm.size(axes)
     held = num_experts // n
-    most = num_tokens * min(choices, held) if n > 1 else num_tokens * choices
-    num_slots = slots_of_round(num_tokens, choices, num_experts, n, room)
+    most, num_slots = (slots_of_round(num_tokens, choices, num_experts, n, each) for each in (None, room))
     if max(n * num_slots, most) >= 2**31:
         raise ConfigError(
             f"{num_tokens:,} tokens of a rank, with {choices} experts each and ep={n}",
