@@ -425,8 +425,8 @@ def begin_job(
 ) -> JobBudget:
     """Reserve what a job may cost. Without `hours` the whole rest of the budget is reserved.
 
-    Args: `price_per_hour` of one device; a `ceiling` below the log's own holds for this job alone; `now` measures it,
-        in seconds, and must not jump.
+    Args: `price_per_hour` of one device; a `ceiling` below the log's own holds for this job alone; `now`, in seconds,
+    measures the job and must not jump.
     Raises: ConfigError where anything is missing or wrong, the log cannot be trusted, or the budget is too small.
     """
     require_positive("num_devices", num_devices, 10**6)

@@ -203,8 +203,11 @@ def test_what_auto_repeats_is_predicted_as_the_page_says():
         assert f"{found.time.total[0]:.2f}" == seconds and f"{found.memory.total[0] / 2**30:.2f}" == formula
 
 
-def test_docstrings_begin_with_their_subject():
-    """No headless "Of the rows, ...": the first word names what a function returns or does, or what a field is."""
+def test_docstrings_begin_with_their_subject_and_arguments_can_be_parsed():
+    """No headless "Of the rows, ...": the first word names what a function returns or does, or what a field is.
+
+    What is indented below a line "Args: ..." would be read as a list of arguments by the site, which is built strictly.
+    """
     headless = []
     for path in [*ROOT.glob("jaxdist/**/*.py"), *ROOT.glob("experiments/**/*.py"), *ROOT.glob("tests/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -215,6 +218,7 @@ def test_docstrings_begin_with_their_subject():
             ):
                 text = node.value.value.lstrip()
                 headless += [f"{path.name}: {text[:60]}"] * text.startswith(("Of ", "Those ", "That of ", "What is "))
+                headless += [f"{path.name}: {found[0]}" for found in re.finditer(r"\n( *)Args: .*\n\1 +.*", text)]
     assert not headless
 
 
