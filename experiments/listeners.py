@@ -14,7 +14,7 @@ from jaxdist.errors import ConfigError, reason_of
 from jaxdist.plan.verdict import verdict_of
 from jaxdist.runtime import expert_load, exporters, gpus, processes, profile
 from jaxdist.runtime.stragglers import StragglerWatch
-from jaxdist.runtime.telemetry import DeviceMemory, MeanLap, Stopwatch, device_memory
+from jaxdist.runtime.telemetry import ASIDE, DeviceMemory, MeanLap, Stopwatch, device_memory
 from jaxdist.train.state import State
 from jaxdist.versions import __version__
 
@@ -23,7 +23,7 @@ from .train_setup import Run
 
 
 class Watched(Protocol):
-    """What a listener may read of the training loop, and change."""
+    """What a listener may read of the training loop, and change. `state` is that after the step dispatched last."""
 
     state: State
     watch: Stopwatch
@@ -44,11 +44,18 @@ class Listener:
     def __init__(self, run: Run):
         self.run = run
 
+    def waits_for(self, step: int) -> bool:
+        """Whether the step must be finished before the next begins."""
+        return False
+
     def on_step(self, loop: Watched, step: int) -> None:
         """A step begins; steps count from 1."""
 
+    def on_dispatched(self, loop: Watched, step: int) -> None:
+        """Its state is there, though not computed, and will be overwritten by the next step."""
+
     def on_computed(self, loop: Watched, step: int, record: dict) -> None:
-        """Its numbers are there: add to its record."""
+        """Its numbers are there, and the next step may have been dispatched: add to its record."""
 
     def on_record(self, loop: Watched, record: dict) -> None:
         """Its record is whole, with the seconds of each part, and may be written."""
@@ -69,7 +76,10 @@ class Listener:
 
 
 class Drill(Listener):
-    """The fault that --drill rehearses."""
+    """The fault that --drill rehearses. All steps before it are finished, so a drill shows the same each time."""
+
+    def waits_for(self, step: int) -> bool:
+        return step == self.run.fault.step - 1
 
     def on_step(self, loop: Watched, step: int) -> None:
         flipped = self.run.fault.flip(step, self.run.program.mesh, loop.state.params)
@@ -84,15 +94,18 @@ class Profile(Listener):
         super().__init__(run)
         self.window, self.tracing = profile.Window.parse(run.flags.profile), False
 
+    def waits_for(self, step: int) -> bool:
+        return step in (self.window.first - 1, self.window.last)
+
     def on_step(self, loop: Watched, step: int) -> None:
         if step == self.window.first:
-            with loop.watch.aside(), self.optional("the profile cannot be begun"):
+            with loop.watch.part(ASIDE), self.optional("the profile cannot be begun"):
                 jax.profiler.start_trace(profile.folder_of(self.run.out), create_perfetto_trace=True)
                 self.tracing = True
 
     def on_computed(self, loop: Watched, step: int, record: dict) -> None:
         if self.tracing and step >= min(self.window.last, self.run.config.steps):
-            with loop.watch.aside():
+            with loop.watch.part(ASIDE):
                 if self.end_trace():
                     self.say(step)
 
@@ -121,9 +134,16 @@ class Profile(Listener):
 class ExpertLoad(Listener):
     """What the step counted of its experts."""
 
+    def __init__(self, run: Run):
+        super().__init__(run)
+        self.copies: dict[int, list[jax.Array]] = {}  # by step
+
+    def on_dispatched(self, loop: Watched, step: int) -> None:
+        self.copies[step] = expert_load.copies(self.run.program.layout, loop.state.params)
+
     def on_computed(self, loop: Watched, step: int, record: dict) -> None:
         num_tokens = self.run.config.batch_size * self.run.config.model.seq_len
-        loop.counts = expert_load.counted(self.run.program.layout, loop.state.params, num_tokens)
+        loop.counts = expert_load.counted(self.run.program.layout, self.copies.pop(step), num_tokens)
         record |= expert_load.summary(loop.counts)
         if loop.evaluates(step) or loop.is_said(step):
             record["experts"] = expert_load.rounded(loop.counts)
@@ -135,6 +155,9 @@ class Processes(Listener):
     def __init__(self, run: Run):
         super().__init__(run)
         self.stragglers, self.laps = StragglerWatch(run.console), MeanLap()
+
+    def waits_for(self, step: int) -> bool:
+        return self.stragglers.is_due(step)
 
     def on_record(self, loop: Watched, record: dict) -> None:
         self.stragglers.add(record["seconds"])

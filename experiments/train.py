@@ -8,7 +8,9 @@ With --out the run is kept in a folder, and the same command continues it after 
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -24,7 +26,7 @@ from jaxdist.errors import ConfigError, printable, reason_of
 from jaxdist.plan.utilisation import utilisation_of
 from jaxdist.runtime import expert_load, exporters, processes
 from jaxdist.runtime.health import SpikeWatch, gather_ranks, make_replica_check, name_culprits
-from jaxdist.runtime.telemetry import DeviceMemory, Stopwatch
+from jaxdist.runtime.telemetry import DeviceMemory, Span, Stopwatch
 from jaxdist.runtime.watchdog import Agreement
 from jaxdist.train.program import Program, State
 
@@ -119,11 +121,11 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
     with loop.inputs, ExitStack() as ends:
         for listener in loop.listeners:
             ends.callback(listener.on_end)
+        ends.callback(loop.arrivals.shutdown, wait=False, cancel_futures=True)
         for step in range(start.step + 1, num_steps + 1):
             loop.stop_if_asked(step)
-            record = loop.take_step(step)
-            loop.say(record)
-            loop.require_sound(record)
+            loop.dispatch(step)
+            loop.finish(but=0 if loop.is_waited_for(step) else 1)
             loop.compare_and_save(step)
     if start.step == num_steps:  # killed between the last checkpoint and the summary
         loop.held_out_loss = evaluate(run.program, loop.state, run.held_out)
@@ -139,14 +141,36 @@ def train_from(run: Run, start: resume.Start) -> tuple[resume.Progress, float]:
     return loop.progress, loop.held_out_loss
 
 
+@dataclass
+class Taken:
+    """A step that was dispatched. arrived: its metrics on the host, and when they came. Seconds of the loop's clock."""
+
+    step: int
+    batch: int
+    begun: float
+    input: Span
+    dispatched: float
+    not_finite: jax.Array
+    arrived: Future[tuple[dict, float]]
+
+
 class Loop:
-    """What changes from step to step, and the parts of a step in their order. Steps count from 1, as in the metrics."""
+    """What changes from step to step, and the parts of a step in their order. Steps count from 1, as in the metrics.
+
+    A step is dispatched before the one before it is finished, so that devices do not wait for the host, except where
+    something is to be done with the state in between: an evaluation, a checkpoint, what a listener waits for. What a
+    finished step decides (to stop, to roll back) then comes one step late, and that step is dropped. The first step is
+    waited for: what cannot work shows there, and a budget counts with its time.
+    """
 
     def __init__(self, run: Run, start: resume.Start):
         self.run, self.state, self.progress = run, start.state, start.progress
         self.held_out_loss, self.watch = math.nan, Stopwatch()
         self.counts: dict = {}  # of experts, by the last step
         self.memory: list[DeviceMemory] = []
+        self._first, self._flying = start.step + 1, deque[Taken]()
+        self._finished = self.watch.now()  # when the last step was
+        self.arrivals = ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics")
         self._agreement, self._check_replicas = Agreement(), make_replica_check(run.program)
         self._spikes = SpikeWatch(recent=start.progress.recent)
         self._skips_in_a_row = 0
@@ -163,25 +187,54 @@ class Loop:
         """Raises: Stopped before this step, with its checkpoint, where any process wants to stop."""
         run = self.run
         run.watchdog.alive(f"taking step {step}")
-        if stop := self._agreement.stop_reason(step - 1, run.stop_reason()):
+        if stop := self._agreement.stop_reason(step - 1, run.stop_reason(len(self._flying))):
+            self.finish()
             reason, code = stop
             if run.checkpoints is not None:
                 self._require_equal_copies(step - 1)
             raise Stopped(step - 1, reason, *run.last_save(self.state, self.progress, code))
 
-    def take_step(self, step: int) -> dict:
-        """The step, and the evaluation where one is due; what metrics.jsonl has of it, already written."""
-        run, begun = self.run, time.perf_counter()
+    def dispatch(self, step: int) -> None:
+        """Begin a step. Nothing waits for it here."""
+        begun = self.watch.now()
         for listener in self.listeners:
             listener.on_step(self, step)
-        with self.watch.part("input"):
+        waits = self.watch.now()
+        try:
             batch = next(self.inputs)
-        with self.watch.part("step"):
-            self.state, metrics = run.step(self.state, batch)
-            self._not_finite = metrics.pop("not_finite")
-            metrics = jax.device_get(metrics)  # waits for the step
-        record = step_record(step, metrics, time.perf_counter() - begun, self.inputs.waited)
-        record["batch"] = self.progress.batch
+        except BaseException:
+            self.finish()  # what was taken is not lost with the input of the next
+            raise
+        waited = self.watch.add("input", waits, self.watch.now())
+        self.state, metrics = self.run.step(self.state, batch)
+        not_finite, place = metrics.pop("not_finite"), self.progress.batch + len(self._flying)
+        arrived = self.arrivals.submit(lambda: (jax.device_get(metrics), self.watch.now()))
+        self._flying.append(Taken(step, place, begun, waited, waited.ended, not_finite, arrived))
+        for listener in self.listeners:
+            listener.on_dispatched(self, step)
+
+    def is_waited_for(self, step: int) -> bool:
+        """Whether something is done with the state after this step, before the next overwrites it."""
+        due = step == self._first or self.evaluates(step) or self.compares(step)
+        return due or any(listener.waits_for(step) for listener in self.listeners)
+
+    def finish(self, but: int = 0) -> None:
+        """Wait for all steps that were dispatched but the last `but`. Raises: Stopped, RollBack."""
+        while len(self._flying) > but:
+            taken = self._flying.popleft()
+            self.run.watchdog.alive(f"waiting for step {taken.step}")
+            record = self._finish(taken)
+            self.say(record)
+            self.require_sound(record)
+
+    def _finish(self, taken: Taken) -> dict:
+        """The step's numbers, and the evaluation where one is due; what metrics.jsonl has of it, already written."""
+        run, step, (metrics, now) = self.run, taken.step, taken.arrived.result()
+        self._not_finite = taken.not_finite
+        before, self._finished = self._finished, now
+        self.watch.add("step", max(taken.dispatched, before), now)
+        record = step_record(step, metrics, now - max(taken.begun, before), taken.input.between(before, now))
+        record["batch"] = taken.batch
         if self._utilisation is not None:
             record |= self._utilisation.of(record["step_seconds"])
         for listener in self.listeners:
@@ -192,7 +245,7 @@ class Loop:
                 record["held_out_loss"] = self.held_out_loss = evaluate(run.program, self.state, run.held_out)
         groups = run.program.layout.trained.groups
         record["grad_norms"] = dict(zip(groups, metrics["group_norms"].tolist(), strict=True))
-        record["seconds"] = self.watch.lap()
+        record["seconds"] = self.watch.lap(now if self._flying else None)
         for listener in self.listeners:
             listener.on_record(self, record)
         tokens = self.progress.tokens + record["tokens"]
@@ -201,6 +254,13 @@ class Loop:
 
     def evaluates(self, step: int) -> bool:
         return step % self.run.flags.eval_every == 0 or step == self.run.config.steps
+
+    def saves(self, step: int) -> bool:
+        flags, last = self.run.flags, step == self.run.config.steps
+        return self.run.checkpoints is not None and (last or _every(flags.checkpoint_every, step))
+
+    def compares(self, step: int) -> bool:
+        return self.saves(step) or _every(self.run.flags.check_replicas_every, step)
 
     def is_said(self, step: int) -> bool:
         return step % max(1, self.run.config.steps // 20) == 0
@@ -255,17 +315,16 @@ class Loop:
 
     def compare_and_save(self, step: int) -> None:
         """Compare replicas and save, each where it is due. Raises: Stopped."""
-        run, flags, last = self.run, self.run.flags, step == self.run.config.steps
+        run, last = self.run, step == self.run.config.steps
         if run.checkpoints is not None and jax.process_count() == 1 and not last:
             try:
                 run.checkpoints.wait_if_failed()
             except SaveFailed as error:
                 run.not_saved(error)
-        due = run.checkpoints is not None and (last or (flags.checkpoint_every and step % flags.checkpoint_every == 0))
-        if due or (flags.check_replicas_every and step % flags.check_replicas_every == 0):
+        if self.compares(step):
             with self.watch.part("checks"):
                 self._require_equal_copies(step)
-        if due:
+        if self.saves(step):
             run.watchdog.alive("saving")
             try:
                 with self.watch.part("checkpoint"):
@@ -279,6 +338,10 @@ class Loop:
         if culprits := self._check_replicas(self.state):
             fault = f"after step {done} copies differ that should be equal: {'; '.join(map(str, culprits))}"
             raise Stopped(done, fault, 1, self.run.newest())
+
+
+def _every(count: int | None, step: int) -> bool:
+    return bool(count) and step % count == 0
 
 
 def go_back(run: Run, start: resume.Start, back: RollBack) -> resume.Start:

@@ -177,9 +177,10 @@ class Run:
         steps = self.checkpoints.steps() if self.checkpoints else []
         return f"the newest checkpoint is of step {steps[-1]}" if steps else "no checkpoint was made"
 
-    def stop_reason(self) -> tuple[str, int] | None:
-        """Why this process wants to stop before the next step, and the exit code for it."""
-        used_up = self.budget.stop_reason() if self.budget else None
+    def stop_reason(self, in_flight: int = 0) -> tuple[str, int] | None:
+        """Why this process wants to stop before the next step, and the exit code for it; `in_flight` steps have begun
+        and are not finished."""
+        used_up = self.budget.stop_reason(in_flight) if self.budget else None
         if self.signals.number is not None:
             return self.signals.reason, EXIT_SIGNAL + self.signals.number
         return (used_up, EXIT_BUDGET) if used_up else None

@@ -159,12 +159,15 @@ def _numbers(x: jax.Array) -> jax.Array:
 def fetch(tree):
     """A tree of logical arrays -> whole NumPy arrays, on every process. For models that fit in one host's memory."""
 
-    def whole(x: jax.Array) -> np.ndarray:
-        if x.is_fully_addressable or x.is_fully_replicated:
-            return np.asarray(x)
-        return np.asarray(_gather(x.sharding.mesh, x.sharding.spec)(x))
+    return jax.tree.map(lambda x: np.asarray(readable(x)), tree)
 
-    return jax.tree.map(whole, tree)
+
+def readable(x: jax.Array) -> jax.Array:
+    """The array, on which no process waits here, with all of it on each process. Sends: an all-gather, where it is
+    not there already."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    return _gather(x.sharding.mesh, x.sharding.spec)(x)
 
 
 def named(prefix: str, tree) -> dict:

@@ -1,6 +1,5 @@
 """Inputs made ready while the device computes."""
 
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,13 +14,11 @@ class Prefetched(Generic[Item]):
     """The items make(first), ..., make(last - 1) in order, made by one background thread, up to `depth` ahead.
 
     An error of `make` is raised where its item would have come, and the items before it come first. Leaving the `with`
-    block drops what was made ahead and waits for the call in progress. `waited` is the seconds that the last item was
-    waited for: what the input adds to a step.
+    block drops what was made ahead and waits for the call in progress.
     """
 
     def __init__(self, make: Callable[[int], Item], first: int, last: int, depth: int):
         require_positive("prefetch", depth)
-        self.waited = 0.0
         self._make = make
         self._steps = iter(range(first, last))
         self._ahead: deque[Future[Item]] = deque()
@@ -40,9 +37,7 @@ class Prefetched(Generic[Item]):
     def __next__(self) -> Item:
         if not self._ahead:
             raise StopIteration
-        start = time.perf_counter()
         item = self._ahead.popleft().result()
-        self.waited = time.perf_counter() - start
         self._submit_next()
         return item
 

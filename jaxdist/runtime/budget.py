@@ -363,10 +363,11 @@ class JobBudget:
         """So far."""
         return cost(*self._rate, self.seconds())
 
-    def stop_reason(self) -> str | None:
+    def stop_reason(self, in_flight: int = 0) -> str | None:
         """Asked before each step: why it must not start, or None.
 
-        A step that would take as long as the longest so far (asking to asking) must still fit.
+        A step that would take as long as the longest so far (asking to asking) must still fit, after those `in_flight`
+        that have begun and are not finished.
         """
         now = self.seconds()
         if self._last_look is not None:
@@ -374,7 +375,7 @@ class JobBudget:
         self._last_look = now
         if self._signals.reason is not None:
             return self._signals.reason
-        if self.seconds_left() <= 0 or self.seconds_left() < self._longest:
+        if self.seconds_left() <= 0 or self.seconds_left() < self._longest * (1 + in_flight):
             return f"the budget is used up: {self.report()}"
         return None
 

@@ -3,10 +3,13 @@
 The counts are parameters of `Param.update` "count" (`jaxdist.models.experts`), so they are in the state after the step.
 """
 
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.checkpoint.logical import fetch
+from jaxdist.checkpoint.logical import readable
 from jaxdist.layout import Layout, Leaf, axes_of
 from jaxdist.params import STACKED
 
@@ -20,15 +23,20 @@ def counters(layout: Layout) -> list[Leaf]:
     return [leaf for leaf in jax.tree.leaves(layout.leaves) if leaf.param.update == "count"]
 
 
-def counted(layout: Layout, params: dict, num_tokens: float) -> dict[str, np.ndarray]:
-    """Counts[blocks, experts] of the last step, by the parameter's name; the same on every process, all of which call.
-
-    params: of the state after it. num_tokens: of its batch, by which counts are divided.
-    """
+def copies(layout: Layout, params: dict) -> list[jax.Array]:
+    """The counts among the parameters of a state, which the next step may then take; all processes call. Nothing waits
+    for it."""
     every = zip(jax.tree.leaves(layout.leaves), jax.tree.leaves(params), strict=True)
-    values = [x for leaf, x in every if leaf.param.update == "count"]
+    return [jnp.copy(readable(x)) for leaf, x in every if leaf.param.update == "count"]
+
+
+def counted(layout: Layout, values: Sequence[jax.Array], num_tokens: float) -> dict[str, np.ndarray]:
+    """Counts[blocks, experts] of a step, by the parameter's name, from `copies` of the state after it.
+
+    num_tokens: of its batch, by which counts are divided.
+    """
     found = {}
-    for leaf, x in zip(counters(layout), fetch(values), strict=True):
+    for leaf, x in zip(counters(layout), map(np.asarray, values), strict=True):
         if leaf.rows is not None:
             x = x[[leaf.rows.index(layer) for layer in range(leaf.shape[0])]]
         found[leaf.name] = np.asarray(x, np.float64) * num_tokens

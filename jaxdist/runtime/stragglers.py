@@ -29,15 +29,17 @@ class StragglerWatch:
 
     def add(self, lap: dict[str, float]) -> None:
         """The seconds of a step by part (`jaxdist.runtime.telemetry`)."""
-        self._laps.append(lap)
+        self._laps = [*self._laps, lap][-EVERY:]
+
+    def is_due(self, step: int) -> bool:
+        """Whether the processes are compared after this step, when their devices must have nothing to do."""
+        return step % EVERY == 0 and jax.process_count() > 1
 
     def report(self, step: int) -> dict[str, Spread]:
         """Every `EVERY` steps, of several processes: their mean laps beside each other, and a line for a slow one."""
-        if step % EVERY:
+        if not self.is_due(step):
             return {}
         laps, self._laps = self._laps, []
-        if jax.process_count() == 1:
-            return {}
         mine = {
             "laps": {name: statistics.mean(lap[name] for lap in laps) for name in laps[0]},
             # The median: one long pause of a host, such as a collection of garbage, is not a slow process.

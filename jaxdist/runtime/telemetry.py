@@ -11,41 +11,65 @@ from typing import NamedTuple
 
 import jax
 
-# Of the time between two lines of metrics.jsonl. input: waiting for the batch. step: from its start until its numbers
-# are there. host: what is left.
+# Of the time between two lines of metrics.jsonl. input: waiting for the batch. step: while devices run it, when nothing
+# else counts. host: what is left.
 PARTS = ("input", "step", "evaluation", "checkpoint", "checks", "host")
 
 
+class Span(NamedTuple):
+    """A part of a lap, or ASIDE, and when it began and ended by the stopwatch's clock, in seconds."""
+
+    name: str
+    begun: float
+    ended: float
+
+    def between(self, begun: float, ended: float) -> float:
+        """Seconds of it between two times."""
+        return max(0.0, min(self.ended, ended) - max(self.begun, begun))
+
+
+ASIDE = "aside"  # of the measuring: counts nowhere
+
+
 class Stopwatch:
-    """Seconds by part since the last lap, on one host."""
+    """Seconds by part since the last lap, on one host whose devices run a step meanwhile."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock, self._begun, self._parts = clock, clock(), dict.fromkeys(PARTS, 0.0)
+        self.now, self._begun = clock, clock()
+        self._spans: list[Span] = []
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time spent inside counts as `name`, one of PARTS. Parts do not overlap."""
-        begun = self._clock()
+        """Time spent inside counts as `name`, one of PARTS or ASIDE, but for what devices run meanwhile. Parts of the
+        host do not overlap."""
+        begun = self.now()
         try:
             yield
         finally:
-            self._parts[name] += self._clock() - begun
+            self.add(name, begun, self.now())
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Time spent inside counts nowhere: it is of the measuring."""
-        begun = self._clock()
-        try:
-            yield
-        finally:
-            self._begun += self._clock() - begun
+    def add(self, name: str, begun: float, ended: float) -> Span:
+        """Count the time between two readings of the clock, none before the last lap's end, as `name`."""
+        if name not in (*PARTS, ASIDE):
+            raise KeyError(name)
+        self._spans.append(Span(name, begun, ended))
+        return self._spans[-1]
 
-    def lap(self) -> dict[str, float]:
-        """Seconds of each part since the last lap, and "total"; `host` is what no part was about."""
-        now = self._clock()
-        total, found = now - self._begun, self._parts
-        self._begun, self._parts = now, dict.fromkeys(PARTS, 0.0)
+    def lap(self, ended: float | None = None) -> dict[str, float]:
+        """Seconds of each part since the last lap, and "total"; `host` is what no part was about.
+
+        ended: when the lap ends, now if None; what is later is the next one's.
+        """
+        begun, ended = self._begun, self.now() if ended is None else ended
+        steps = [span for span in self._spans if span.name == "step"]
+        found = dict.fromkeys((*PARTS, ASIDE), 0.0)
+        for span in self._spans:
+            first, last = max(span.begun, begun), min(span.ended, ended)
+            hidden = 0.0 if span.name == "step" else sum(step.between(first, last) for step in steps)
+            found[span.name] += max(0.0, last - first - hidden)
+        total = ended - begun - found.pop(ASIDE)
         found["host"] += max(0.0, total - sum(found.values()))
+        self._begun, self._spans = ended, [span for span in self._spans if span.ended > ended]
         return {**found, "total": total}
 
 

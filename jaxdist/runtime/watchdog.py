@@ -24,8 +24,9 @@ OTHERS_SECONDS = 10  # in which every other process has noticed as well, or its 
 class Agreement:
     """The step before which all processes stop, once any of them wants to.
 
-    Each asks before it starts a step. One that wants to stop says so before it starts step s, and all stop before
-    step s + 1: no other process can finish step s without it, so each reads the message in time.
+    Each asks before it starts a step, with at most one other not finished. One that wants to stop says so before it
+    starts step s, and all stop before step s + 2: no other process can finish step s without it, so each reads the
+    message in time.
     """
 
     def __init__(self):
@@ -39,7 +40,7 @@ class Agreement:
         if mine is not None and not self._said:
             self._said = True
             reason, code = mine
-            client.key_value_set(f"jaxdist/stop/{index}", f"{step + 1} {code} process {index}: {reason}")
+            client.key_value_set(f"jaxdist/stop/{index}", f"{step + 2} {code} process {index}: {reason}")
         for _, text in client.key_value_dir_get("jaxdist/stop/"):
             last, code, reason = text.split(" ", 2)
             if step >= int(last):

@@ -13,6 +13,7 @@ import pytest
 from support.programs import run
 
 import experiments.train
+from experiments.listeners import Listener
 from experiments.train import MAX_SKIPS_IN_A_ROW, Loop, Stopped, is_fault
 from jaxdist.checkpoint.resume import Progress, Start
 from jaxdist.errors import ConfigError
@@ -150,6 +151,52 @@ def test_a_gradient_that_is_not_finite(train, tmp_path, policy):
         assert metrics(tmp_path / "run")[4]["grad_norm"] is None
     else:  # the drill strikes step 5 again, with another batch, until the run has had enough
         assert code == 1 and out.count("rolled back to step 3") == 5 and "rolled back 5 times already" in out
+
+
+class Heard(Listener):
+    """What the loop tells of each step, in order."""
+
+    events: list = []  # noqa: RUF012
+
+    def on_dispatched(self, loop, step):
+        self.events.append(f"dispatched {step}")
+
+    def on_computed(self, loop, step, record):
+        self.events.append(f"computed {step}")
+
+
+@pytest.fixture
+def events(monkeypatch) -> list:
+    """What a run's loop does, in order."""
+    of_run = experiments.train.listeners_of
+    monkeypatch.setattr(experiments.train, "listeners_of", lambda run: [*of_run(run), Heard(run)])
+    monkeypatch.setattr(Heard, "events", [])
+    return Heard.events
+
+
+def test_a_step_is_dispatched_before_the_one_before_it_is_looked_at(train, events):
+    """But for the first one, and where the state is evaluated, compared or saved."""
+    assert train("--mesh dp=2 --steps 8 --eval-every 4 --check-replicas-every 6")[0] == 0
+    waited_for, expected = {1, 4, 6, 8}, []
+    for step in range(1, 9):
+        expected += [f"dispatched {step}"] + [f"computed {step - 1}"] * (step > 1 and step - 1 not in waited_for)
+        expected += [f"computed {step}"] * (step in waited_for)
+    assert events == expected
+
+
+def test_an_input_that_fails_takes_no_finished_step_with_it(train, tmp_path, monkeypatch, events):
+    make = Loop._make_batch
+
+    def failing(loop, index):
+        if index == 3:
+            raise ConfigError("the data", "must be there", "Bring it")
+        return make(loop, index)
+
+    monkeypatch.setattr(Loop, "_make_batch", failing)
+    code, _, err = train("--mesh dp=2 --steps 8 --eval-every 8 --prefetch 1 --out OUT/run")
+    assert code == 2, err
+    assert events[-2:] == ["computed 2", "computed 3"]
+    assert len(metrics(tmp_path / "run")) == 3
 
 
 @pytest.fixture
@@ -291,7 +338,7 @@ def test_what_a_run_that_goes_on_does_not_begin_from_is_named(train):
 
 def test_a_run_that_is_stopped_saves_no_copies_that_differ(train, tmp_path, monkeypatch):
     asked = iter([None] * 4 + [("SIGTERM", 143)])
-    monkeypatch.setattr(experiments.train.Run, "stop_reason", lambda run: next(asked))
+    monkeypatch.setattr(experiments.train.Run, "stop_reason", lambda run, in_flight: next(asked))
     code, out, _ = train("--mesh dp=3 --batch-size 9 --steps 8 --out OUT/run --drill flip:step=4,rank=2")
     assert code == 1 and "after step 4 copies differ that should be equal: rank 2 (dp=2): params." in out
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -134,6 +134,12 @@ def test_a_lap_has_every_second_once():
         "total": 10.0,
     }
     assert watch.lap()["total"] == 0
+    watch.add("step", 11.0, 14.0)  # the host reads input from 10 to 12 and works until 15, of which the lap ends at 14
+    watch.add("input", 10.0, 12.0)
+    watch.add("checks", 13.0, 15.0)
+    assert watch.lap(14.0) == {**dict.fromkeys(PARTS, 0.0), "input": 1.0, "step": 3.0, "total": 4.0}
+    now[0] = 16.0
+    assert watch.lap() == {**dict.fromkeys(PARTS, 0.0), "checks": 1.0, "host": 1.0, "total": 2.0}
     with pytest.raises(KeyError, match="nothing"), watch.part("nothing"):
         pass
 

@@ -303,6 +303,7 @@ def test_a_step_that_would_not_fit_is_not_started(log):
         for hours in (0.0, 1.0, 1.9):  # the longest step takes an hour
             times.append(hours * 3600)
             assert job.stop_reason() is None
+        assert "the budget is used up" in job.stop_reason(in_flight=1)  # and after it an hour more
         times.append(2.01 * 3600)
         assert "budget is used up: $1.407 of $2.10 reserved" in job.stop_reason()
 
@@ -499,11 +500,12 @@ def test_train_over_budget_is_refused_before_anything_is_traced(train, monkeypat
 
 @pytest.mark.parametrize("stop", ["time", pytest.param("SIGTERM", marks=pytest.mark.exhaustive)])
 def test_train_stops_between_steps_saves_and_settles(train, log, tmp_path, stop):
-    """Three steps in, the clock stands at two hours and 59 minutes, or a signal comes."""
+    """When three steps are finished and the fourth has begun, the clock stands at two hours and 59 minutes, or a signal
+    comes."""
     metrics, sent = tmp_path / "run" / "metrics.jsonl", []
 
     def now() -> float:
-        late = metrics.exists() and len(metrics.read_text().splitlines()) == 3
+        late = metrics.exists() and len(metrics.read_text().splitlines()) >= 3
         if late and stop == "SIGTERM" and not sent:  # a second one would end it at once
             sent.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -512,11 +514,11 @@ def test_train_stops_between_steps_saves_and_settles(train, log, tmp_path, stop)
     guard = ["--mesh", "dp=2", "--price-per-hour", "0.35", "--max-hours", "3", "--spend-log", log.path]
     code, out, _ = train(*guard, "--steps", "50", now=now)
     assert code == (EXIT_BUDGET if stop == "time" else 128 + signal.SIGTERM)
-    assert "stopped after 3 of 50 steps" in out and "the newest checkpoint is of step 3" in out
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000003"]
-    assert len(metrics.read_text().splitlines()) == 3
+    assert "stopped after 4 of 50 steps" in out and "the newest checkpoint is of step 4" in out
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
+    assert len(metrics.read_text().splitlines()) == 4
     stopped = json.loads((tmp_path / "run" / "stopped.json").read_text())
-    assert stopped["steps"] == 3 and stopped["of"] == 50 and stopped["reason"]
+    assert stopped["steps"] == 4 and stopped["of"] == 50 and stopped["reason"]
     assert not (tmp_path / "run" / "summary.json").exists()
     assert log.spent() == Decimal("2.088334")
 
