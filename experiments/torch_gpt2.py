@@ -1,21 +1,25 @@
 """The yardsticks in PyTorch, as its users write them. Imported only where torch is installed.
 
-TorchGPT2 has the shapes of `jaxdist.models.gpt2`, padded vocabulary included: pre-LayerNorm, learned positions,
-tanh-GELU, biases, tied head. Attention is SDPA's, the optimiser AdamW, gradients are clipped at 1.0.
+`HuggingFaceModel` is what transformers has. TorchGPT2 has the shapes of `jaxdist.models.gpt2`, padded vocabulary
+included: pre-LayerNorm, learned positions, tanh-GELU, biases, tied head. Attention is SDPA's, the optimiser AdamW,
+gradients are clipped at 1.0.
 """
 
 import contextlib
 import math
 import os
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import distributed, nn
 from torch.nn import functional as F
 
+from jaxdist.models.base import Model
 from jaxdist.models.flax import INIT_STD
 from jaxdist.models.fused import LAYER_NORM_EPS
 from jaxdist.models.gpt2 import GPT2Config
+from jaxdist.models.huggingface import config_of
 
 Wrap = Literal["none", "ddp", "fsdp"]
 
@@ -62,28 +66,17 @@ class TorchGPT2(nn.Module):
         return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
 
 
-class HuggingFaceGPT2(nn.Module):
-    """transformers' GPT2LMHeadModel of the same shape, without dropout, under the same signature."""
+class HuggingFaceModel(nn.Module):
+    """transformers' model of the same shape, without dropout, under the same signature; experts in its own loop."""
 
-    def __init__(self, config: GPT2Config):
-        from transformers import GPT2Config, GPT2LMHeadModel
+    def __init__(self, config: Model):
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         super().__init__()
-        self.model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=config.padded_vocab_size,
-                n_positions=config.seq_len,
-                n_embd=config.width,
-                n_layer=config.num_layers,
-                n_head=config.num_heads,
-                n_inner=config.ffn_width,
-                layer_norm_epsilon=LAYER_NORM_EPS,
-                **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-                use_cache=False,
-                attn_implementation="sdpa",
-            )
-        )
-        self.blocks = self.model.transformer.h
+        fields = config_of(replace(config, dropout=0.0) if isinstance(config, GPT2Config) else config)
+        fields |= {"vocab_size": config.padded_vocab_size, "use_cache": False, "experts_implementation": "eager"}
+        chosen = AutoConfig.for_model(**fields)
+        self.model = AutoModelForCausalLM.from_config(chosen, attn_implementation="sdpa")
 
     def forward(self, inputs_BT, targets_BT):
         logits_BTV = self.model(inputs_BT).logits
@@ -99,7 +92,7 @@ class Training:
 
     def __init__(
         self,
-        config: GPT2Config,
+        config: Model,
         batch: dict,
         device: str = "cuda",
         compiled: bool = True,

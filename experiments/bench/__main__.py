@@ -80,7 +80,7 @@ def main(flags: BenchFlags, console: Console) -> int:
         if not getattr(flags, name):
             raise ConfigError(flag_word(name, None), "must have at least one number", "Leave it out")
     config = flags.run_config()
-    if flags.which not in ("experts", "roofline"):
+    if flags.which not in ("experts", "roofline", "peers"):
         require_formulas("bench", config.model)
     set_precision(config)
     bench = getattr(importlib.import_module(f".{module}", __package__), function)

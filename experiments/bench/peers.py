@@ -1,6 +1,5 @@
 """The same model, batch and optimiser by others, in the same run: plain JAX, automatic sharding, PyTorch."""
 
-import dataclasses
 import importlib.util
 import json
 import statistics
@@ -18,11 +17,14 @@ from jaxdist.commands import install_text
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
+from jaxdist.models import registry
+from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.specs import rows_spec, shardings, storage_specs
 from jaxdist.train.program import build_program
 
 from .. import plain
+from ..cli import require_formulas
 from ..launch import free_port
 from .flags import BenchFlags
 from .overhead import timed_plain
@@ -38,8 +40,8 @@ ONLY = "one device"
 ONE_DEVICE = (
     ("PyTorch", "torch", False, "none"),
     ("PyTorch, torch.compile", "torch", True, "none"),
-    ("transformers GPT2LMHeadModel", "transformers", False, "none"),
-    ("transformers GPT2LMHeadModel, torch.compile", "transformers", True, "none"),
+    ("transformers", "transformers", False, "none"),
+    ("transformers, torch.compile", "transformers", True, "none"),
 )
 MANY_DEVICES = (("PyTorch DDP", "torch", False, "ddp"), ("PyTorch FSDP2", "torch", False, "fsdp"))
 MESHES = {
@@ -74,9 +76,12 @@ class Peer:
 def bench_peers(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
     """In turn, round after round; every peer's ratio is the median of its rounds' ratios to ours.
 
-    In bfloat16 on one device alone: ours with fp32 masters, PyTorch under autocast.
+    In bfloat16 on one device alone: ours with fp32 masters, PyTorch under autocast. Models other than GPT-2 on one
+    device alone too, beside transformers.
     """
     dtype = config.precision.dtype
+    if flags.only != ONLY:
+        require_formulas("bench", config.model)
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"peers --dtype {dtype}", "peers must train in float32 or bfloat16", "Use --dtype bfloat16")
     if dtype != "float32" and flags.only != ONLY:
@@ -86,11 +91,13 @@ def bench_peers(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
     devices = acquire_devices(1 if flags.only == ONLY else 8, flags.device)
     rows = []
     groups: list[tuple[str, Callable[[], list[Peer | None]], dict[str, float]]] = [
-        (ONLY, lambda: one_device(config, devices, console), dict.fromkeys(["PyTorch"], TORCH_TARGET))
+        (ONLY, lambda: one_device(config, devices, console), {"PyTorch": TORCH_TARGET})
     ]
     for count, meshes in MESHES.items():
         for mesh, more in meshes:
             name = " ".join([mesh, *(f"{key}={value}" for key, value in more.items())])
+            if flags.only not in name:
+                continue
             targets = {"automatic sharding": 1.0, "PyTorch DDP": DDP_TARGET}
             parallel = with_parallel(config, mesh, more)  # now, so that a batch it cannot split is refused at once
             groups.append((name, lambda c=parallel, n=count: many_devices(c, n, devices, console), targets))
@@ -123,7 +130,7 @@ def race(
         name = f"{title}: {peer.name}"
         more = {} if peer is peers[0] else {"against": f"{title}: {peers[0].name}", "ratio": 1 / ratio}
         rows.append(Row.of(name, theirs, "s", simulated=not alone, **more))
-        rows += speed_rows(name, theirs, config, devices, 1) if alone else []
+        rows += speed_rows(name, theirs, config, devices, 1) if alone and isinstance(config.model, GPT2Config) else []
         peak = f"peak, {peer.precision}" if peer.precision else "peak"
         rows += [Row(f"{name}: {peak}", peer.peak_bytes, "bytes")] if peer.peak_bytes else []
         rows += [Row(f"{name}: sent", peer.sent_bytes, "bytes")] if peer.sent_bytes else []
@@ -138,12 +145,14 @@ def one_device(config: RunConfig, devices: Devices, console: Console) -> list[Pe
     mixed = dtype != "float32"
     precision = f"{dtype}, fp32 masters" if mixed else fp32
     peers = [jax_peer("jaxdist", timed_step(with_parallel(config, "", {}), devices), precision)]
-    if mixed:
-        console.print("plain jax.jit: not run, it is written in float32")
+    ours = isinstance(config.model, GPT2Config)
+    if mixed or not ours:
+        console.print("plain jax.jit: not run, it is a GPT-2 in float32")
     else:
         peers.append(jax_peer("plain jax.jit", timed_plain(config, devices), precision))
     precision = f"fp32, autocast to {dtype}" if mixed else fp32
-    return peers + torch_peers(config, 1, ONE_DEVICE, devices, console, precision)
+    entries = ONE_DEVICE if ours else [("transformers", "transformers", False, "none")]
+    return peers + torch_peers(config, 1, entries, devices, console, precision)
 
 
 def many_devices(config: RunConfig, count: int, devices: Devices, console: Console) -> list[Peer]:
@@ -182,7 +191,7 @@ def torch_peers(
 
 def start_workers(config, num_processes: int, code: str, compiled: bool, wrap: str, devices: Devices) -> list[Worker]:
     asked = {
-        "model": dataclasses.asdict(config.model),
+        "model": registry.to_dict(config.model),
         "code": code,
         "compiled": compiled,
         "wrap": wrap,

@@ -11,11 +11,11 @@ import time
 
 import torch
 
-from jaxdist.models.gpt2 import GPT2Config
+from jaxdist.models.registry import model_of
 
 from .. import torch_gpt2
 
-MODELS = {"torch": torch_gpt2.TorchGPT2, "transformers": torch_gpt2.HuggingFaceGPT2}
+MODELS = {"torch": torch_gpt2.TorchGPT2, "transformers": torch_gpt2.HuggingFaceModel}
 
 
 def main(asked: dict, batch: dict) -> None:
@@ -24,7 +24,7 @@ def main(asked: dict, batch: dict) -> None:
         torch_gpt2.join(rank, processes, asked["port"])
     rows = len(batch["inputs"]) // processes
     training = torch_gpt2.Training(
-        GPT2Config(**asked["model"]),
+        model_of(asked["model"]),
         {name: values[rank * rows : (rank + 1) * rows] for name, values in batch.items()},
         asked["device"],
         asked["compiled"],

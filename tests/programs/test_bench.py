@@ -21,8 +21,10 @@ from experiments.bench.profile import own_seconds, own_time
 from experiments.bench.rows import Row, ratios
 from experiments.bench.workers import Worker, WorkerEnded
 from jaxdist.config import RunConfig
+from jaxdist.models.base import declare
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
+from jaxdist.params import named_params
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.runtime.devices import Devices, acquire_devices
 
@@ -237,13 +239,15 @@ def test_pytorch_computes_the_same_operation(cpu, name):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
-def test_the_torch_model_has_as_many_parameters(cpu):
-    pytest.importorskip("torch", reason="pip install -e '.[oracle]'")
-    from experiments.torch_gpt2 import TorchGPT2
+@pytest.mark.parametrize(("name", "model"), [("TorchGPT2", None), ("HuggingFaceModel", "moe-proof")])
+def test_a_model_of_peers_has_as_many_parameters(cpu, name, model):
+    """Counters and biases of the choice are no parameters."""
+    pytest.importorskip("transformers", reason="pip install -e '.[oracle]'")
+    from experiments import torch_gpt2
 
-    program = parity.one_device(RunConfig(SIZES), cpu, "float32", "xla")
-    ours = sum(math.prod(x.shape) for x in jax.tree.leaves(program.abstract_state().params))
-    assert sum(weight.numel() for weight in TorchGPT2(SIZES).parameters()) == ours
+    model = PRESETS[model] if model else SIZES
+    ours = sum(math.prod(param.shape) for _, param in named_params(declare(model)) if param.update == "gradient")
+    assert sum(weight.numel() for weight in getattr(torch_gpt2, name)(model).parameters()) == ours
 
 
 def test_a_worker_answers_line_by_line_and_tells_its_last_words(tmp_path, monkeypatch):
