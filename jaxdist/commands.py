@@ -6,6 +6,7 @@ from pathlib import Path
 # Program -> verb -> the module that has its flags and its `main`.
 VERBS = {
     "bench": {"chaos": "bench.chaos", "gpu": "bench.gpu", "levels": "bench.levels", "overlap": "bench.overlap"},
+    "labs": {"grade": "labs.grade"},
     "plan": {"calibrate": "calibrate", "schedules": "schedules"},
     "report": {"live": "live"},
     "verify": {"where": "where"},

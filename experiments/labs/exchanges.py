@@ -32,6 +32,7 @@ from ..bench.workers import Worker
 from ..launch import free_port
 
 WARM_UP, REPEATS = 10, 30
+QUICKLY = {"xla_backend_optimization_level": 0}  # for what is compiled once and run a few times
 
 
 def on_mesh(mesh: str, body: Callable, in_specs, out_specs) -> Callable:
@@ -40,7 +41,7 @@ def on_mesh(mesh: str, body: Callable, in_specs, out_specs) -> Callable:
     devices = make_mesh(shape, acquire_devices(shape.num_devices, "cpu").devices[: shape.num_devices])
     specs = drop_unit_axes_of((in_specs, out_specs), shape)
     run = jax.shard_map(body, mesh=devices, in_specs=specs[0], out_specs=specs[1])
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})  # compiled once, run a few times
+    return jax.jit(run, compiler_options=QUICKLY)
 
 
 def drop_unit_axes_of(specs, shape: MeshShape):
