@@ -226,8 +226,8 @@ def compare(task: OnRanks, found: Sequence, whole: Sequence, n: int) -> None:
             if len(wrong):
                 rank, seen = int(wrong[0]), likeness(got, wanted, int(wrong[0]))
                 fewer = f" (right on {SIZES[SIZES.index(n) - 1]})" if n > SIZES[0] else ""
-                text = f"{leaf} of rank {rank} on {n} ranks{fewer} is off by {errors[rank]:.1g} of its largest element"
-                text += f": {seen}" if seen else ""
+                text = f"{leaf} of rank {rank} on {n} ranks{fewer} is "
+                text += seen or f"off by {errors[rank]:.1g} of its largest element"
                 raise Refused("value", text, ranks=n, rank=rank, result=name, likeness=seen)
 
 
@@ -246,7 +246,7 @@ def likeness(got: np.ndarray, wanted: np.ndarray, rank: int) -> str:
     if near(mine, factor * right):
         return f"{factor:.4g} times the right one" + f" (1/{n}: a mean, not a sum)" * math.isclose(factor, 1 / n)
     if near(got.sum(0), right):
-        return "the ranks' arrays add up to the right one, so it is not summed"
+        return "a part: the ranks' arrays add up to the right one, so a sum is missing"
     others = [other for other in range(n) if other != rank and near(mine, wanted[other])]
     return f"what rank {others[0]} should have" if others else ""
 
@@ -281,7 +281,7 @@ def judge_sent(task: OnRanks, jaxpr, n: int, scores: dict[str, float]) -> None:
         raise Refused("bytes", text, ranks=n)
     messages = sum(each.count * each.num_operands for each in collectives)
     if task.messages is not None and messages != task.messages:
-        raise Refused("messages", f"it sends {messages} arrays, and {task.messages} are asked for", ranks=n)
+        raise Refused("messages", f"arrays sent: {messages}, and {task.messages} are asked for", ranks=n)
     limit = WORD * task.holds(n)
     if math.isfinite(limit):
         held, parts = temporary_bytes(jaxpr, {}, "cpu")

@@ -181,7 +181,7 @@ def draw_scaled(n: int, rng: np.random.Generator, overflow: bool = False) -> lis
     if overflow:  # in one row, of the last rank
         x[-1, 2], factor, scale = 60_000.0, np.full(12, 0.5), np.float64(2.0**15)
         x[:-1] = 0.0
-    return [rng.integers(-8, 9, 6).astype(float), (x, factor), scale, np.int64(1)]
+    return [rng.integers(-8, 9, 6) * 2.0**-24, (x, factor), scale, np.int64(1)]
 
 
 def scaled_update(weights, batch, scale, good):

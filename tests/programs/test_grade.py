@@ -52,7 +52,7 @@ GATHERED_KEYS = """def ring_attention(q, k, v, do, axis):
 """
 # What a wrong value looks like, of some below.
 LIKE = {
-    "no transpose": "the ranks' arrays add up to the right one, so it is not summed",
+    "no transpose": "the ranks' arrays add up to the right one",
     "a mean over tp": "0.5 times the right one (1/2: a mean, not a sum)",
     "the neighbour's part": "what rank 1 should have",
     "no largest logit": "not finite",

@@ -172,4 +172,4 @@ def test_the_course_is_in_the_index_and_in_the_navigation_in_order():
     assert pages.course_text(labs) in index
     rows = [f"      - {number}. {lab.title}: labs/{lab.name}.md\n" for number, lab in pages.numbered(labs)]
     assert "".join(rows) in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert {path.stem for path in PAGES.glob("*.md")} == {*COURSE, "index", "questions", "glossary"}
+    assert {path.stem for path in PAGES.glob("*.md")} == {*COURSE, "index", "questions", "glossary", "sliders"}
