@@ -3,6 +3,7 @@
 python -m experiments.labs                                  # what there is
 python -m experiments.labs memory                           # one lab: its tables, and every check of them
 python -m experiments.labs memory --break NAME              # the same without the one thing that matters
+python -m experiments.labs grade my.py                      # judge functions that you wrote; --template NAME begins one
 python -m experiments.labs --all                            # every lab and every break; makes the site's pages anew
 python -m experiments.labs --notebooks FOLDER               # the pages as Jupyter notebooks
 
@@ -183,7 +184,8 @@ def judge(lab: Lab, known: dict[str, Question], answers: list[tuple[str, float]]
     right = [known[key].accepts(number) for key, number in answers]
     for (key, number), ok in zip(answers, right, strict=True):
         size = "large" if number > known[key].answer else "small"
-        wrong = f"{number:,g} is not it: too {size} ({known[key].text})"
+        hint = f" Hint: {known[key].hint}" * bool(known[key].hint)
+        wrong = f"{number:,g} is not it: too {size}. {known[key].text}{hint}"
         console.print(Text(f"{key}: " + (f"right. {known[key].told}" if ok else wrong), "green" if ok else "red"))
     return 0 if all(right) else 1
 

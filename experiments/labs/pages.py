@@ -7,7 +7,8 @@ Blocks of Markdown between `<!-- lab: KIND NAME -->` and `<!-- end -->` are repl
 | `question` | the lab's question, in bold |
 | `table NAME` | a table of the run |
 | `break NAME` | checks that are red, with and without the thing that was removed |
-| `course` | in `index.md`: every lab with its question |
+| `next` | tasks of the lab that `grade` judges, and the lab that follows |
+| `course` | in `index.md`: every lab with its question and tasks |
 
 In `<details class="guess">`, a question whose answer is folded away, only the number is replaced. The site adds a box
 to guess in.
@@ -22,7 +23,9 @@ from pathlib import Path
 from jaxdist.commands import import_root
 from jaxdist.files import write_whole
 
+from . import COURSE, find_lab
 from .lab import Lab, Result, Table, shown
+from .tasks import TASKS
 
 BLOCK = re.compile(r"(<!-- lab: ([a-z]+)(?: ([\w-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 GUESS = re.compile(
@@ -58,6 +61,12 @@ class Question:
 
     def accepts(self, guess: float) -> bool:
         return abs(guess - self.answer) <= self.within * abs(self.answer) + 1e-12
+
+    @property
+    def hint(self) -> str:
+        """Why the answer is what it is; empty where that says the number."""
+        why = self.told.partition(": ")[2]
+        return "" if shown(self.answer) in re.findall(r"[\d.,]*\d", why) else why
 
 
 def page_of(lab: Lab) -> str:
@@ -106,15 +115,30 @@ def answered(found: re.Match, answer: float) -> str:
 
 def blocks_of(lab: Lab, whole: Result, broken: Mapping[str, Result]) -> dict[tuple[str, str], str]:
     """(kind, name) -> Markdown of everything that the lab's page may have."""
-    blocks = {("question", ""): f"**{lab.question}**"} | {
+    blocks = {("question", ""): f"**{lab.question}**", ("next", ""): next_text(lab)} | {
         ("table", table.name): table_text(table) for table in whole.tables
     }
     return blocks | {("break", name): break_text(whole, result) for name, result in broken.items()}
 
 
+def tasks_of(lab: Lab) -> str:
+    return ", ".join(f"`{name}`" for name, task in TASKS.items() if task.lab == lab.name)
+
+
+def next_text(lab: Lab) -> str:
+    """What to do after a lab."""
+    tasks, after = tasks_of(lab), COURSE.index(lab.name) + 1
+    write = f"python -m experiments.labs grade --template {lab.name} > my.py"
+    yourself = f"Write it yourself: `{write}` begins {tasks}; `grade my.py` judges it. " if tasks else ""
+    if after == len(COURSE):
+        return yourself + "Next: a run of your own, [planned](../plan.md) and [trained](../train.md)."
+    following = find_lab(COURSE[after])
+    return yourself + f"Next: [{following.title}]({following.name}.md)."
+
+
 def course_text(labs: list[Lab]) -> str:
-    rows = [[f"[{n}. {lab.title}]({lab.name}.md)", lab.question] for n, lab in numbered(labs)]
-    return table_text(Table("course", ["lab", "question"], rows))
+    rows = [[f"[{n}. {lab.title}]({lab.name}.md)", lab.question, tasks_of(lab)] for n, lab in numbered(labs)]
+    return table_text(Table("course", ["lab", "question", "write it yourself"], rows))
 
 
 def numbered(labs: list[Lab]) -> Iterator[tuple[int, Lab]]:

@@ -139,7 +139,9 @@ def test_answers_are_judged(capsys):
     code, out, _ = outcome(capsys, "precision", "--answer", "stuck=256", "lost=1.95")
     assert code == 0 and out.count("right.") == 2
     code, out, _ = outcome(capsys, "precision", "--answer", "stuck=1,024")
-    assert code == 1 and "1,024 is not it" in out and "256" not in out.split("is not it")[0]
+    assert code == 1 and "1,024 is not it" in out and "256" not in out and "Hint" not in out
+    code, out, _ = outcome(capsys, "memory", "--answer", "seven=7")
+    assert code == 1 and "too small" in out and "Hint: 16 bytes each" in out and "112" not in out
 
 
 @pytest.mark.parametrize(

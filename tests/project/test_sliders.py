@@ -56,7 +56,8 @@ def found(tmp_path_factory) -> dict[str, list]:
     places = "".join(re.findall(r"<div data-calculator.*?</div>", page))
     folder = tmp_path_factory.mktemp("sliders")
     path = folder / "page.html"
-    html = f"<!doctype html><meta charset=utf-8>{places}<script>{script}</script><script>const SETTINGS = {SETTINGS};{DRIVER}</script>"
+    scripts = "".join(f"<script>{code}</script>" for code in (script, f"const SETTINGS = {SETTINGS};", DRIVER))
+    html = f"<!doctype html><meta charset=utf-8>{places}{scripts}"
     path.write_text(html, encoding="utf-8")
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
     dom = subprocess.run([chromium, *flags, path.as_uri()], capture_output=True, text=True, timeout=300).stdout
@@ -135,7 +136,7 @@ def test_models_and_cards_are_those_of_the_package():
     assert len(models) == 6
     for name, row in models:
         config, shape, kind = PRESETS[name], shape_of(name), json.loads(row)[-1]
-        sizes = dataclasses.astuple(shape)[:3] + (shape.num_kv_heads or shape.num_heads,)
+        sizes = (*dataclasses.astuple(shape)[:3], shape.num_kv_heads or shape.num_heads)
         assert json.loads(row)[:-1] == [*sizes, shape.ffn_width, shape.seq_len, shape.vocab_size]
         assert kind == ("llama" if shape.gated_mlp else "gpt")
         assert shape.parameters == pytest.approx(num_parameters(config), rel=1e-3)
