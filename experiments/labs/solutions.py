@@ -290,9 +290,9 @@ def top2_experts(x, router, up, down, dy, axis):
 
 
 def newton_schulz(x, axis):
-    """Muon's orthogonalization of a matrix that is split by columns: 5 times x = 3.4445 x - 4.775 A x + 2.0315 A A x
-    with A = x @ x.T, of the matrix over its Frobenius norm.
+    """Muon's orthogonalization of a matrix that is split by columns.
 
+    Divide by the Frobenius norm, then five times x = 3.4445 x - 4.775 A x + 2.0315 A A x with A = x @ x.T.
     Layout: x[M, N_n] -> the same; M is much smaller than N.
     Least sent: five all-reduces of [M, M], and one of a number.
     """

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import signal
 
 import pytest
 
@@ -248,6 +249,7 @@ def test_a_file_is_judged_and_what_passes_is_written_down(capsys, tmp_path):
     assert "one_f_one_b: line 5: ZeroDivisionError" in out
     (line,) = map(json.loads, results.read_text(encoding="utf-8").splitlines())
     assert line["task"] == "less_bubble" and line["bubble, %"] == 12.5
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "a clock that would end the process later"
 
 
 @pytest.mark.parametrize(
