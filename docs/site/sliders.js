@@ -14,6 +14,7 @@
     "mixed-sgd-momentum": [2, 2, 8], "fp32-adam": [4, 4, 8], "fp32-sgd": [4, 4, 0] };
   const CARDS = { "a100-40": 40, "a100-80": 80, "h100": 80, "h200": 141, "b200": 180, "mi300x": 192 }; // GiB
   const PEAK = { "a100-80": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12 }; // bf16 FLOP/s
+  const HBM = { "a100-80": 2e12, "h100": 3.35e12, "h200": 4.8e12, "b200": 8e12 }; // bytes/s
   const GIB = 2 ** 30, POWERS = [1, 2, 4, 8, 16, 32, 64];
 
   const shape = (name) => {
@@ -51,7 +52,7 @@
     const results = Object.entries(parts).map(([name, bytes]) => [name, bytes / GIB, "GiB", 2]);
     return {
       results: [...results, ["total", total / GIB, "GiB", 2], ["devices", v.dp * v.tp * v.pp * v.cp, "", 0]],
-      say: total / GIB <= card ? `fits in the ${card} GiB of a ${v.card}` : `does not fit in the ${card} GiB of a ${v.card}`,
+      say: `${total / GIB <= card ? "fits" : "does not fit"} in ${card} GiB (${v.card})`,
       draw: stack(results.map(([name, gib]) => [name, gib]), card),
     };
   };
@@ -133,6 +134,19 @@
     };
   };
 
+  // jaxdist.plan.proof.roofline.Roof.seconds of one matrix product in bf16: x[tokens, width] @ up[width, ffn / tp]
+  const roofline = (v) => {
+    const m = shape(v.model), columns = m.ffn / v.tp;
+    const flops = 2 * v.tokens * m.width * columns, read = 2 * (v.tokens * m.width + m.width * columns), written = 2 * v.tokens * columns;
+    const times = [["arithmetic", 1e6 * (flops / PEAK[v.card])], ["memory", 1e6 * ((read + written) / HBM[v.card])]];
+    const least = Math.max(...times.map(([, us]) => us));
+    return {
+      results: [...times.map(([name, us]) => [name, us, "µs", 2]), ["at least", least, "µs", 2], ["intensity", flops / (read + written), "FLOPs a byte", 1]],
+      say: `bound by ${times[0][1] >= times[1][1] ? "arithmetic" : "memory"}: the card (${v.card}) has time for ${(PEAK[v.card] / HBM[v.card]).toFixed(0)} FLOPs a byte`,
+      draw: stack(times, least, true),
+    };
+  };
+
   // jaxdist.plan.formulas.training_days and jaxdist.plan.cost.Cost.dollars
   const deadline = (v) => {
     const flops = (v.recompute === "layers" ? 8 : 6) * parameters(shape(v.model)) * (v.tokens * 1e9);
@@ -191,6 +205,8 @@
       ["backward", [0.5, 1, 1.5, 2, 3, 4], 1, "time of B"], ["weights", [0.5, 1, 1.5, 2, 3, 4], 1, "time of W"]]],
     ring: [ring, [["ranks", [2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 1024], 8], ["size", [0.001, 0.01, 0.1, 1, 10, 100, 1000, 10000], 100, "message, MB"],
       ["latency", [1, 2, 5, 10, 20, 50], 5, "latency of a step, µs"], ["bandwidth", [1, 3.125, 12.5, 25, 50, 100, 450, 900], 50, "bandwidth, GB/s"]]],
+    roofline: [roofline, [MODEL, ["tokens", [1, 8, 32, 64, 128, 256, 512, 1024, 4096, 16384], 128, "tokens at a time"], ["tp", [1, 2, 4, 8], 1],
+      ["card", Object.keys(PEAK), "h100"]]],
     deadline: [deadline, [MODEL, ["tokens", [1, 10, 100, 300, 1000, 3000, 15000], 100, "tokens, billions"], RECOMPUTE, ["card", Object.keys(PEAK), "h100"],
       ["devices", [1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384], 32], ["mfu", [10, 20, 30, 35, 40, 45, 50, 60], 40, "MFU, %"],
       ["price", [1, 2, 3, 4, 6, 8, 12], 3, "dollars an hour and device"]]],

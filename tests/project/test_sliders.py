@@ -22,6 +22,7 @@ from jaxdist.plan import formulas
 from jaxdist.plan.collective_cost import collective_cost
 from jaxdist.plan.cost import Cost
 from jaxdist.plan.hardware import find_hardware
+from jaxdist.plan.proof.roofline import Kernel, Roof
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = 50  # of each calculator
@@ -109,6 +110,20 @@ def ring(v: dict) -> dict[str, float]:
     return {name: 1e3 * each.seconds(v["latency"] * 1e-6, v["bandwidth"] * 1e9) for name, each in costs.items()}
 
 
+def roofline(v: dict) -> dict[str, float]:
+    shape, tokens = shape_of(v["model"]), v["tokens"]
+    columns = shape.ffn_width // v["tp"]
+    read, written = 2 * shape.width * (tokens + columns), 2 * tokens * columns
+    kernel = Kernel("product", "dot", "", 1, read, written, 2.0 * tokens * shape.width * columns, read + written)
+    roof = Roof.of(find_hardware(v["card"]), "bfloat16", 1.0, 1.0)
+    times = {
+        "arithmetic": 1e6 * kernel.flops / roof.flops_per_s,
+        "memory": 1e6 * kernel.moved / roof.bytes_per_s,
+        "at least": 1e6 * roof.seconds(kernel),
+    }
+    return times | {"intensity": kernel.flops / kernel.moved}
+
+
 def deadline(v: dict) -> dict[str, float]:
     flops = find_hardware(v["card"]).peak_flops["bfloat16"] * v["mfu"] / 100
     again = v["recompute"] == "layers"
@@ -117,7 +132,7 @@ def deadline(v: dict) -> dict[str, float]:
     return {"days": days, "cost": Cost(v["devices"], v["price"], 24 * days).dollars}
 
 
-@pytest.mark.parametrize("ours", [memory, pipeline, ring, deadline])
+@pytest.mark.parametrize("ours", [memory, pipeline, ring, roofline, deadline])
 def test_the_page_says_what_the_package_computes(found, ours: Callable[[dict], dict[str, float]]):
     settings = found[ours.__name__]
     assert len(settings) == SETTINGS and len({json.dumps(setting) for setting, *_ in settings}) > SETTINGS / 2
@@ -140,11 +155,14 @@ def test_models_and_cards_are_those_of_the_package():
         assert json.loads(row)[:-1] == [*sizes, shape.ffn_width, shape.seq_len, shape.vocab_size]
         assert kind == ("llama" if shape.gated_mlp else "gpt")
         assert shape.parameters == pytest.approx(num_parameters(config), rel=1e-3)
-    (cards,), (peaks,) = (re.findall(rf"const {name} = (\{{.*?\}});", script) for name in ("CARDS", "PEAK"))
+    names = ("CARDS", "PEAK", "HBM")
+    (cards,), (peaks,), (speeds,) = (re.findall(rf"const {name} = (\{{.*?\}});", script) for name in names)
     for card, size in json.loads(cards).items():
         assert find_hardware(card).memory_bytes == size * 2**30
     for card, flops in json.loads(peaks).items():
         assert find_hardware(card).peak_flops["bfloat16"] == flops
+    for card, speed in json.loads(speeds).items():
+        assert find_hardware(card).memory_bytes_per_s == speed
     (recipes,) = re.findall(r"const RECIPES = (\{.*?\});", script, re.DOTALL)
     for name, row in json.loads(recipes).items():
         assert [*dataclasses.astuple(formulas.RECIPES[name])] == row
