@@ -118,7 +118,6 @@ def run(broken: str | None) -> Findings:
     yield Guesses(
         eight=1.75,
         thousand=FORMS["ring"](1024, 1)[1],
-        seconds=collective_cost("ring_all_reduce", 8, 28e9).seconds(0.0, 25e9),
         crossover=crossover(N) / 1e6,
         many=crossover(64) / 1e6,
     )

@@ -1,6 +1,5 @@
 """Cost: FLOPs, MFU, hours and dollars of a run, the smallest cluster for a deadline, and a guard on the budget."""
 
-import datetime
 from decimal import Decimal
 from functools import cache
 
@@ -8,7 +7,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.models.base import num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.formulas import ModelShape, hfu, mfu, training_days
-from jaxdist.plan.hardware import find_hardware, price
+from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.search import rank
 from jaxdist.runtime.budget import SpendLog, begin_job
@@ -172,7 +171,6 @@ def run(broken: str | None) -> Findings:
     ]
     columns = "parameters, 1e9 {:.3g} | 6N, GFLOP {:.3g} | traced, GFLOP {:.3g} | ratio {:.2f}"
     units = "step, s {:.2f} | hours {:.1f} | with the bar {:.1f} | $ {:,.0f} | $, with the bar {:,.0f}"
-    listed = [price("h100", vendor, datetime.date(2025, 7, 1)).dollars_per_hour for vendor in ("aws", "gcp")]
     yield table("flops", f"model | {columns}", flops)
     yield table("clusters", f"nodes | GPUs | {units}", clusters)
     yield Picture("clusters", draw_clusters)
@@ -180,8 +178,6 @@ def run(broken: str | None) -> Findings:
         hours=6 * 8e9 * 30e9 / (16 * 989e12 * 0.4) / 3600,
         dollars=6 * 8e9 * 30e9 / (989e12 * 0.4) / 3600 * 3,
         hfu=utilisation(PUBLISHED[0], 1.42, full(PUBLISHED[0])),
-        buffer=3 - 2 * 0.35 * 3,
-        vendors=listed[1] / listed[0],
     )
 
 

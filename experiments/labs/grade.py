@@ -33,7 +33,7 @@ from jaxdist.parallel.pipeline.builders import from_orders
 from jaxdist.parallel.pipeline.schedules import Schedule
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.parallel.pipeline.text import parse_cell
-from jaxdist.plan.proof.trace import KINDS, collectives_of, equations
+from jaxdist.plan.proof.trace import KINDS, branches_differ, collectives_of, equations
 from jaxdist.plan.proof.trace_memory import temporary_bytes
 from jaxdist.runtime.devices import acquire_devices
 
@@ -51,7 +51,7 @@ SECONDS = 20.0  # after which a function that is being traced is stopped
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a function is refused. reason: raised, results, shape, value, collective, loop, bytes, messages,
+    """Why a function is refused. reason: raised, results, shape, value, collective, endless, bytes, messages,
     memory, order, bubble or in flight. likeness: what a wrong value looks like."""
 
     reason: str
@@ -174,10 +174,10 @@ def judge_on_ranks(task: OnRanks, function: Callable, path: str, scores: dict[st
         run, compiled = on_mesh(f"{AXIS}={n}", partial(local, task, function), P(AXIS), P(AXIS)), None
         for draw in task.draws:
             whole = draw(n, np.random.default_rng(n))
-            args = tuple(stacked(each, how, n) for each, how in zip(whole, task.arguments, strict=True))
+            args = tuple(stacked(each, how, n) for each, how in zip(whole, task.arguments.values(), strict=True))
             if compiled is None:
                 traced = run_theirs(path, run.trace, args)
-                refuse_loops(traced.jaxpr)
+                refuse_endless(traced.jaxpr)
                 programs[n], compiled = traced.jaxpr, traced.lower().compile()
             right = on_one(*whole)
             compare(task, compiled(args), right if len(task.results) > 1 else (right,), n)
@@ -251,11 +251,13 @@ def likeness(got: np.ndarray, wanted: np.ndarray, rank: int) -> str:
     return f"what rank {others[0]} should have" if others else ""
 
 
-def refuse_loops(jaxpr) -> None:
-    """Loops whose length nobody knows before they run may not end."""
+def refuse_endless(jaxpr) -> None:
+    """Refuse what may not end: a loop of unknown length, or a collective that some ranks come to and others do not."""
     for eqn, *_ in equations(jaxpr):
         if eqn.primitive.name == "while":
-            raise Refused("loop", f"{source_of(eqn)} loops until something holds: use a loop of known length")
+            raise Refused("endless", f"{source_of(eqn)} loops until something holds: use a loop of known length")
+    if branches_differ(jaxpr):
+        raise Refused("endless", "branches of a conditional send different things: ranks would wait for each other")
 
 
 def judge_sent(task: OnRanks, jaxpr, n: int, scores: dict[str, float]) -> None:

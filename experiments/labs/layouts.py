@@ -228,7 +228,6 @@ def run(broken: str | None) -> Findings:
     yield Picture("time", draw_time)
     yield Guesses(
         rank=5,
-        rows=2,
         state=16 * num_parameters(LLAMA_405B) / 1e12,
         weights=2 * num_parameters(LLAMA_405B) / 128 / 1e9,
         batch=512,

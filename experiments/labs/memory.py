@@ -92,4 +92,4 @@ def run(broken: str | None) -> Findings:
     title = "Memory of a device by term (planned)"
     yield Picture("terms", lambda: drawing.stacks(title, "GB", list(real), stacked))
     logits = 8 * 2048 * 128_256 * 4 / 1e9
-    yield Guesses(seven=112, share=75, lion=RECIPES["mixed-lion"].total, logits=logits, fits=5)
+    yield Guesses(seven=112, share=75, lion=RECIPES["mixed-lion"].total, logits=logits)

@@ -16,20 +16,25 @@ SIZES = (2, 3, 4)  # ranks
 Split = int | str | None  # the dim that ranks split; None where each has a copy
 
 
+def splits(names: str) -> dict[str, Split]:
+    """By name, how arrays are split, of "x:0 up:1 scale grads:own": first dim, second, a copy each, each its own."""
+    pairs = (each.partition(":") for each in names.split())
+    return {name: how if how == OWN else int(how) if how else None for name, _, how in pairs}
+
+
 @dataclass(frozen=True)
 class OnRanks:
     """A function that every rank runs, and what is right.
 
-    lab: the page that it belongs to. arguments, results: how each is split (of a tree, all leaves alike), results by
-    name. draws(n, rng): the whole arguments, once for each. whole(*arguments): the whole results, on one device.
-    static: arguments in front that are no arrays. sends(n): elements that a rank has to send, in 64 bits. messages: in
-    how many collectives. holds(n): elements that a rank may hold at a time, by the trace, where that is the point.
-    only: kinds of collectives that may be used. hints: by the result or reason that is wrong.
+    lab: the page that it belongs to. layout: arguments -> results, as `splits` reads them (of a tree all leaves alike).
+    draws(n, rng): the whole arguments, once for each. whole(*arguments): the whole results, on one device.
+    static: arguments in front that are no arrays. sends(n): elements that a rank has to send, in 64 bits.
+    messages: in how many collectives. holds(n): elements that a rank may hold at a time, by the trace, where that
+    matters. only: kinds of collectives that may be used. hints: by the result or reason that is wrong.
     """
 
     lab: str
-    arguments: Sequence[Split]
-    results: Mapping[str, Split]
+    layout: str
     draws: Sequence[Callable[[int, np.random.Generator], Sequence]]
     whole: Callable
     static: Sequence = ()
@@ -38,6 +43,14 @@ class OnRanks:
     holds: Callable[[int], float] = lambda n: float("inf")
     only: Sequence[str] = ()
     hints: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> dict[str, Split]:
+        return splits(self.layout.partition(" -> ")[0])
+
+    @property
+    def results(self) -> dict[str, Split]:
+        return splits(self.layout.partition(" -> ")[2])
 
 
 @dataclass(frozen=True)
@@ -220,8 +233,7 @@ SUM_HINT = "a rank has only its part of the sum; the transpose of a copy to all 
 TASKS: dict[str, OnRanks | Table | Formula] = {
     "mean_gradient": OnRanks(
         "data-parallel",
-        (None, 0),
-        {"loss": None, "gradient": None},
+        "params batch:0 -> loss gradient",
         (draw_counted,),
         mean_of_all,
         static=(counted_loss,),
@@ -230,8 +242,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "all_reduce": OnRanks(
         "all-reduce",
-        (OWN,),
-        {"sum": None},
+        "x:own -> sum",
         (own((24,)),),
         lambda x: x.sum(0),
         sends=lambda n: summed(n, 24),
@@ -240,8 +251,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "reduce_scatter": OnRanks(
         "all-reduce",
-        (OWN, 0),
-        {"y": 0, "dx": None},
+        "x:own dy:0 -> y:0 dx",
         (lambda n, rng: [rng.standard_normal((n, 24)), rng.standard_normal(24)],),
         lambda x, dy: (x.sum(0), dy),
         sends=lambda n: summed(n, 24),
@@ -250,8 +260,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "bucketed_sum": OnRanks(
         "buckets",
-        (OWN,),
-        {"sums": None},
+        "grads:own -> sums",
         (lambda n, rng: [[rng.standard_normal((n, *shape)) for shape in GRADS]],),
         lambda grads: [grad.sum(0) for grad in grads],
         static=(34,),
@@ -261,8 +270,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "zero1_step": OnRanks(
         "zero",
-        (None, 0, 0),
-        {"params": None, "momentum": 0},
+        "params momentum:0 batch:0 -> params momentum:0",
         (draw_zero1,),
         momentum_step,
         static=(squared_error,),
@@ -271,8 +279,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "zero3_step": OnRanks(
         "zero",
-        (0, 0),
-        {"weights": 0},
+        "shards:0 batch:0 -> weights:0",
         (draw_layers,),
         layers_step,
         static=(residual_layer, squares),
@@ -282,8 +289,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "column_row_mlp": OnRanks(
         "tensor-parallel",
-        (None, 1, 0, None),
-        {"y": None, "dx": None, "dup": 1, "ddown": 0},
+        "x up:1 down:0 dy -> y dx dup:1 ddown:0",
         (normal((6, 12), (12, 24), (24, 12), (6, 12)),),
         with_gradients(mlp),
         sends=lambda n: 2 * summed(n, 6 * 12),
@@ -291,8 +297,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "vocabulary_loss": OnRanks(
         "tensor-parallel",
-        (None, 0, None),
-        {"loss": None, "dh": None, "dtable": 0},
+        "h table:0 targets -> loss dh dtable:0",
         (draw_vocabulary,),
         cross_entropy,
         sends=lambda n: summed(n, 3 * 8 + 8 * 6),
@@ -303,8 +308,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "sequence_parallel_mlp": OnRanks(
         "sequence-parallel",
-        (0, None, 1, 0, 0),
-        {"y": 0, "dx": 0, "dscale": None, "dup": 1, "ddown": 0},
+        "x:0 scale up:1 down:0 dy:0 -> y:0 dx:0 dscale dup:1 ddown:0",
         (normal((24, 6), (6,), (6, 12), (12, 6), (24, 6)),),
         with_gradients(normed_mlp),
         sends=lambda n: 2 * summed(n, 24 * 6) + summed(n, 6),
@@ -328,8 +332,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "ring_attention": OnRanks(
         "context-parallel",
-        (0, 0, 0, 0),
-        {"o": 0, "dq": 0, "dk": 0, "dv": 0},
+        "q:0 k:0 v:0 do:0 -> o:0 dq:0 dk:0 dv:0",
         (normal((96, 4), (96, 4), (96, 4), (96, 4)),),
         with_gradients(attention),
         sends=lambda n: (4 * (n - 1) + 2 * n) * 96 / n * 4,
@@ -341,8 +344,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "scaled_step": OnRanks(
         "precision",
-        (None, 0, None, None),
-        {"weights": None, "scale": None, "good": None},
+        "weights batch:0 scale good -> weights scale good",
         (draw_scaled, partial(draw_scaled, overflow=True)),
         scaled_update,
         static=(half_loss,),
@@ -374,8 +376,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "top2_experts": OnRanks(
         "experts",
-        (0, None, 0, 0, 0),
-        {"y": 0, "dx": 0, "drouter": None, "dup": 0, "ddown": 0},
+        "x:0 router up:0 down:0 dy:0 -> y:0 dx:0 drouter dup:0 ddown:0",
         (draw_experts,),
         with_gradients(dense_experts),
         sends=lambda n: 2 * summed(n, 24 * 4) + summed(n, 4 * 12) + summed(n, 24 * 12),
@@ -386,8 +387,7 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
     ),
     "newton_schulz": OnRanks(
         "zero",
-        (1,),
-        {"x": 1},
+        "x:1 -> x:1",
         (normal((4, 120)),),
         orthogonalized,
         sends=lambda n: summed(n, 5 * 16 + 1),

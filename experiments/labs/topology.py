@@ -240,12 +240,10 @@ def run(broken: str | None) -> Findings:
     yield table("levels", "ms | " + " | ".join(f"{size / 2**20:,.0f} MiB {{:,.2f}}" for size in sizes), rows)
     yield from sweep()
     yield Picture("sweep", draw_sweep)
-    nvlink, infiniband = (dataclasses.replace(link, latency_s=0.0) for link in (H100.inside, H100.between))
+    nvlink = dataclasses.replace(H100.inside, latency_s=0.0)
     yield Guesses(
         nvlink=1e3 * seconds("all_reduce", 8, MESSAGE, nvlink),
-        infiniband=1e3 * seconds("all_reduce", 8, MESSAGE, infiniband),
         report=1e3 * from_bus_bandwidth("all_reduce", 8, 1e9),
-        port=25 / 8,
         levels=(2 * 63 / 64) / (2 * 7 / 8 / 8),
     )
 

@@ -152,5 +152,4 @@ def run(broken: str | None) -> Findings:
         layers=blocks / 1e6,
         embedding=vocabulary / 1e6,
         mfu=100 * 3e6 * flops / peak,
-        hours=6 * 7e9 * 140e9 / (MFU * 989e12) / 3600 * DOLLARS_PER_HOUR / 1000,
     )

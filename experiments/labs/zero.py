@@ -273,7 +273,6 @@ def run(broken: str | None) -> Findings:
         one=sum(held(7.5e9, 64, 1)) / 1e9,
         three=sum(held(7.5e9, 64, 3)) / 1e9,
         volume=1.5,
-        fewest=math.ceil(70 * 16 / 80),
         hybrid=2 * 7 / 8 * 70e9 / 8 * 4 / 1e9,
         plain=63 / 64 * 70e9 * (4 + 2 + 2) / 1e9,
     )
