@@ -202,11 +202,11 @@ def local(task: OnRanks, function: Callable, args):
     results = function(*task.static, *jax.tree.map(lambda x: x[0], args), AXIS)
     if len(task.results) == 1:
         results = (results,)
-    if not isinstance(results, tuple) or len(results) != len(task.results):
+    number = len(results) if isinstance(results, tuple | list) else 1
+    if number != len(task.results):
         wanted = ", ".join(task.results)
-        number = len(results) if isinstance(results, tuple) else 1
         raise Refused("results", f"it must return ({wanted}), and returned {number} of {len(task.results)}")
-    return varying(jax.tree.map(lambda y: jax.numpy.asarray(y)[None], results), AXIS)
+    return varying(jax.tree.map(lambda y: jax.numpy.asarray(y)[None], tuple(results)), AXIS)
 
 
 def compare(task: OnRanks, found: Sequence, whole: Sequence, n: int) -> None:
@@ -378,7 +378,7 @@ def show(grades: Sequence[Grade], console: Console) -> None:
     rows.print(console, left={"", "score"}, styles={"right": "green", "refused": "bold red"})
     for each in grades:
         if each.fault:
-            print_bullet(console, f"{each.task}: {each.fault.text}.", "red")
+            print_bullet(console, f"{each.task}: {each.fault.text.rstrip('.')}.", "red")
 
 
 def append_results(flags: GradeFlags, grades: Sequence[Grade]) -> None:
