@@ -281,8 +281,8 @@ def top2_experts(x, router, up, down, dy, axis):
         first = lax.axis_index(axis) * len(up)
         is_chosen = chosen[:, :, None] == first + jnp.arange(len(up))
         gates = (jax.nn.softmax(scores)[:, :, None] * is_chosen).sum(1)
-        results = jnp.einsum("etf,efd->etd", jnp.tanh(jnp.einsum("td,edf->etf", every_x, up)), down)
-        return lax.psum_scatter(jnp.einsum("te,etd->td", gates, results), axis, tiled=True)
+        results = jnp.einsum("ebf,efd->ebd", jnp.tanh(jnp.einsum("bd,edf->ebf", every_x, up)), down)
+        return lax.psum_scatter(jnp.einsum("be,ebd->bd", gates, results), axis, tiled=True)
 
     y, pull_back = jax.vjp(experts, x, router, up, down)
     dx, drouter, dup, ddown = pull_back(dy)
