@@ -13,7 +13,7 @@ import math
 import signal
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -41,7 +41,7 @@ from ..cli import require_writable
 from ..tables import Rows, print_bullet
 from . import solutions
 from .exchanges import QUICKLY, on_mesh
-from .tasks import OWN, SIZES, TASKS, Formula, OnRanks, Split, Table
+from .tasks import OWN, SIZES, TASKS, Formula, OnRanks, Orders, Split
 
 AXIS = "dp"
 WORD = 8  # bytes of an element
@@ -60,7 +60,6 @@ class Fault:
     rank: int | None = None
     result: str = ""
     likeness: str = ""
-    line: int | None = None
 
 
 @dataclass
@@ -114,10 +113,9 @@ def run_theirs(path: str, function: Callable, *args):
     except Refused:
         raise
     except (Exception, SystemExit) as error:
-        line = line_of(path, error)
-        where = "" if line is None else f"line {line}: "
+        where = "" if (line := line_of(path, error)) is None else f"line {line}: "
         said = "it is not written yet" if isinstance(error, NotImplementedError) else reason_of(error)
-        raise Refused("raised", f"{where}{type(error).__name__}: {said}", line=line) from error
+        raise Refused("raised", f"{where}{type(error).__name__}: {said}") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -155,7 +153,7 @@ def template(name: str) -> str:
 def grade(name: str, function: Callable, path: str) -> Grade:
     """Judge one function of a file."""
     task, found = TASKS[name], Grade(name)
-    judges = {OnRanks: judge_on_ranks, Table: judge_table, Formula: judge_formula}
+    judges = {OnRanks: judge_on_ranks, Orders: judge_orders, Formula: judge_formula}
     try:
         with jax.enable_x64(True):
             judges[type(task)](task, function, path, found.scores)
@@ -163,7 +161,7 @@ def grade(name: str, function: Callable, path: str) -> Grade:
         found.fault = refused.fault
         hints = [task.hints[key] for key in (refused.fault.result, refused.fault.reason) if key in task.hints]
         if hints:
-            found.fault = Fault(**vars(found.fault) | {"text": f"{found.fault.text}. Hint: {hints[0]}"})
+            found.fault = replace(found.fault, text=f"{found.fault.text}. Hint: {hints[0]}")
     return found
 
 
@@ -264,22 +262,19 @@ def judge_sent(task: OnRanks, jaxpr, n: int, scores: dict[str, float]) -> None:
     """Raises: Refused where a traced program sends or holds more than it has to."""
     mesh = MeshShape(dp=n)
     collectives = collectives_of(jaxpr, mesh)
-    places = [source_of(eqn) for eqn, *_ in equations(jaxpr) if eqn.primitive.name in KINDS]
-    lines = [
-        f"{each.kind} of {each.sent_bytes(mesh):,} bytes in {at}" for each, at in zip(collectives, places, strict=True)
-    ]
+    places = [source_of(eqn) for eqn, count, _ in equations(jaxpr) if eqn.primitive.name in KINDS and count]
+    sizes = [each.sent_bytes(mesh) for each in collectives]
+    each_sent = zip(collectives, sizes, places, strict=True)
+    lines = [f"{each.kind} of {size:,} bytes in {place}" for each, size, place in each_sent]
     for each, line in zip(collectives, lines, strict=True):
         if task.only and each.kind not in task.only:
             raise Refused("collective", f"{line}: only {', '.join(task.only)} may be used", ranks=n)
-    sent, least = sum(each.sent_bytes(mesh) for each in collectives), WORD * task.sends(n)
+    sent, least = sum(sizes), WORD * task.sends(n)
     scores["bytes sent"] = sent
-    largest = "; ".join(
-        dict.fromkeys(sorted(lines, key=lambda line: -collectives[lines.index(line)].sent_bytes(mesh))[:3])
-    )
     if sent > least * (1 + 1e-9):
-        text = (
-            f"on {n} ranks it sends {sent:,} bytes, {sent / least:.3g} times the {least:,.0f} that it has to: {largest}"
-        )
+        most = [line for _, line in sorted(zip(sizes, lines, strict=True), reverse=True)]
+        text = f"on {n} ranks it sends {sent:,} bytes, {sent / least:.3g} times the {least:,.0f} that it has to"
+        text += f": {'; '.join([*dict.fromkeys(most)][:3])}"
         raise Refused("bytes", text, ranks=n)
     messages = sum(each.count * each.num_operands for each in collectives)
     if task.messages is not None and messages != task.messages:
@@ -293,7 +288,7 @@ def judge_sent(task: OnRanks, jaxpr, n: int, scores: dict[str, float]) -> None:
             raise Refused("memory", f"on {n} ranks it holds {held:,} bytes, over {limit:,.0f}: {most}", ranks=n)
 
 
-def judge_table(task: Table, function: Callable, path: str, scores: dict[str, float]) -> None:
+def judge_orders(task: Orders, function: Callable, path: str, scores: dict[str, float]) -> None:
     for p, m in task.sizes:
         lines = run_theirs(path, function, p, m)
         name = f"{p} stages, {m} micro-batches"
@@ -305,7 +300,7 @@ def judge_table(task: Table, function: Callable, path: str, scores: dict[str, fl
         except ConfigError as error:
             raise Refused("order", f"{name}: {error}", ranks=p) from error
         held = in_flight(made)
-        scores["bubble, %"] = 100 * (bubble := simulate(made).idle_over_ideal)
+        scores["% bubble"] = 100 * (bubble := simulate(made).idle_over_ideal)
         for stage, count in enumerate(held):
             if count > (most := task.in_flight(p, m, stage)):
                 text = f"{name}: stage {stage} holds {count} micro-batches, and at most {most} are allowed"
@@ -371,9 +366,7 @@ def list_tasks(console: Console) -> None:
 def show(grades: Sequence[Grade], console: Console) -> None:
     rows = Rows("task", "", "score")
     for each in grades:
-        score = ", ".join(
-            f"{name} {value:,.4g}" if "%" in name else f"{value:,.0f} {name}" for name, value in each.scores.items()
-        )
+        score = ", ".join(f"{value:,g} {name}" for name, value in each.scores.items())
         rows.add_row(each.task, "refused" if each.fault else "right", "" if each.fault else score)
     rows.print(console, left={"", "score"}, styles={"right": "green", "refused": "bold red"})
     for each in grades:

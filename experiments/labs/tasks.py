@@ -54,7 +54,7 @@ class OnRanks:
 
 
 @dataclass(frozen=True)
-class Table:
+class Orders:
     """Orders of a pipeline's stages, held against limits on the bubble and on micro-batches in flight."""
 
     lab: str
@@ -230,7 +230,7 @@ def orthogonalized(x):
 
 GRADS = [(4, 6), (10,), (3, 3), (30,), (5,), (2, 2)]
 SUM_HINT = "a rank has only its part of the sum; the transpose of a copy to all ranks is a sum over them"
-TASKS: dict[str, OnRanks | Table | Formula] = {
+TASKS: dict[str, OnRanks | Orders | Formula] = {
     "mean_gradient": OnRanks(
         "data-parallel",
         "params batch:0 -> loss gradient",
@@ -314,13 +314,13 @@ TASKS: dict[str, OnRanks | Table | Formula] = {
         sends=lambda n: 2 * summed(n, 24 * 6) + summed(n, 6),
         hints={"dscale": "a rank sees its own tokens alone, and scale is used by all", "dx": SUM_HINT},
     ),
-    "one_f_one_b": Table(
+    "one_f_one_b": Orders(
         "pipelines",
         lambda p, m: 2 * (p - 1) / (3 * m),
         lambda p, m, s: min(m, p - s),
         {"in flight": "alternate B and F once p - s are in flight", "bubble": "do not wait for all forwards"},
     ),
-    "less_bubble": Table(
+    "less_bubble": Orders(
         "pipelines",
         lambda p, m: (p - 1) / (3 * m),
         lambda p, m, s: p,
