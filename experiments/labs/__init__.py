@@ -23,6 +23,7 @@ COURSE = (
     "pipelines",
     "layouts",
     "precision",
+    "whole-matrices",
     "recompute",
     "topology",
     "faults",
