@@ -386,7 +386,7 @@ TASKS: dict[str, OnRanks | Orders | Formula] = {
         },
     ),
     "newton_schulz": OnRanks(
-        "zero",
+        "whole-matrices",
         "x:1 -> x:1",
         (normal((4, 120)),),
         orthogonalized,
