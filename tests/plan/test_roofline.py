@@ -189,6 +189,47 @@ def test_slices_of_a_stack_and_what_is_written_in_place():
     assert attention.moved == 2 * (2 * 2 * 16 * 4 * 8 + 2 * 2 * 16 * 2 * 8) + 4 * 2 * 4 * 16
 
 
+# As XLA writes a scan whose stack is allocated and not filled: 5 turns that each write 16 floats of 5 x 16.
+ALLOCATED = """HloModule scan
+
+%put (stack: f32[5,16], index: s32[], x: f32[16]) -> f32[5,16] {
+  %stack = f32[5,16]{1,0} parameter(0)
+  %index = s32[] parameter(1)
+  %x = f32[16]{0} parameter(2)
+  %row = f32[1,16]{1,0} bitcast(%x)
+  %zero = s32[] constant(0)
+  ROOT %updated = f32[5,16]{1,0} dynamic-update-slice(%stack, %row, %index, %zero)
+}
+
+%body (carry: (s32[], f32[5,16], f32[16])) -> (s32[], f32[5,16], f32[16]) {
+  %carry = (s32[], f32[5,16]{1,0}, f32[16]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %rows = f32[5,16]{1,0} get-tuple-element(%carry), index=1
+  %value = f32[16]{0} get-tuple-element(%carry), index=2
+  %stored = f32[5,16]{1,0} fusion(%rows, %i, %value), kind=kLoop, calls=%put
+  ROOT %next = (s32[], f32[5,16]{1,0}, f32[16]{0}) tuple(%i, %stored, %value)
+}
+
+ENTRY %main (start: s32[], value.1: f32[16]) -> f32[5,16] {
+  %start = s32[] parameter(0)
+  %value.1 = f32[16]{0} parameter(1)
+  %memory = f32[5,16]{1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %state = (s32[], f32[5,16]{1,0}, f32[16]{0}) tuple(%start, %memory, %value.1)
+  %loop = (s32[], f32[5,16]{1,0}, f32[16]{0}) while(%state), condition=%more, body=%body, TRIPS
+  ROOT %result = f32[5,16]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+ALLOCATED = ALLOCATED.replace("TRIPS", 'backend_config={"known_trip_count":{"n":"5"}}')
+
+
+def test_an_allocation_is_no_kernel_and_moves_nothing():
+    (stored,) = kernels_of(ALLOCATED)
+    assert (stored.count, stored.read, stored.written) == (5, 4 + 4 * 16, 4 * 16)
+    filled = ALLOCATED.replace('custom-call(), custom_call_target="AllocateBuffer"', "broadcast(%nought), dimensions={}")
+    fill, again = kernels_of(filled)
+    assert again == stored and (fill.count, fill.read, fill.written) == (1, 0, 4 * 5 * 16)
+
+
 def test_operands_end_at_their_parenthesis():
     assert hlo.operands("%a, f32[2]{0} %b.1), calls=%c") == ["a", "b.1"]
     assert hlo.arrays("(bf16[2,3]{1,0}, pred[], u8[0]{0})") == [12, 1, 0]

@@ -26,6 +26,7 @@ NOT_LAUNCHED = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier"),
     *("partition-id", "replica-id", "add-dependency", "domain", "after-all", "async-update"),
 }
+ALLOCATION = 'custom_call_target="AllocateBuffer"'  # memory without a fill, which nothing writes
 CONTROL = {"while", "conditional", "call", "async-start"}
 SLICES = {"dynamic-slice", "slice", "gather"}
 RENAMES = {"bitcast", "reshape", "copy", "convert"}
@@ -162,7 +163,7 @@ class _Program:
                     times *= self.trips[-1]
                 for _, inner in hlo.called(instruction.rest):
                     yield from self._walk(inner, times, _origin(instruction) if opcode == "while" else loop)
-            elif opcode not in NOT_LAUNCHED and not opcode.endswith("-done"):
+            elif not (opcode in NOT_LAUNCHED or opcode.endswith("-done") or ALLOCATION in instruction.rest):
                 yield self._kernel(computation, instruction, count, loop)
 
     def _kernel(self, computation: str, instruction: Instruction, count: int, loop: str) -> Kernel:
