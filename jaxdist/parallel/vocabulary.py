@@ -102,24 +102,55 @@ def row_losses(
     x_RD: jax.Array, table_VD: jax.Array, targets_R: jax.Array, vocab_size: int, one_pass: bool
 ) -> jax.Array:
     """`vocab_parallel_cross_entropy` of R rows that every tp rank holds whole."""
-    logits_RV = x_RD @ table_VD.T
-    logits_RV = logits_RV.astype(jnp.promote_types(x_RD.dtype, jnp.float32))
-    columns_V = tensor.global_indices(table_VD.shape[0])
-    logits_RV = jnp.where(columns_V < vocab_size, logits_RV, jnp.finfo(logits_RV.dtype).min)
-
-    own_peak_R, total_R = peak_and_total(one_pass, logits_RV)
-    peak_R = comm.all_reduce_max(lax.stop_gradient(own_peak_R), tensor.AXIS)
-    local_R = targets_R - comm.rank(tensor.AXIS) * table_VD.shape[0]
-    owned_R = (local_R >= 0) & (local_R < table_VD.shape[0])
-    target_R = jnp.where(owned_R, pick_column(table_VD.shape[0], logits_RV, jnp.where(owned_R, local_R, 0)), 0)
-    total_R *= jnp.exp(lax.stop_gradient(own_peak_R) - peak_R)
-    total_R, target_R = comm.all_reduce(jnp.stack([total_R, target_R]), tensor.AXIS)
-    return jnp.log(total_R) + peak_R - target_R
+    return softmax_losses(vocab_size, one_pass, x_RD @ table_VD.T, targets_R)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def softmax_losses(vocab_size: int, one_pass: bool, logits_RV: jax.Array, targets_R: jax.Array) -> jax.Array:
+    """The cross-entropy of rows, in at least fp32. Of logits in 16 bits nothing else as large is kept for backward.
+
+    Layout: logits[R, V_tp], targets[R] -> loss[R], equal along tp.
+    Backward: exp(logits - log of the sum) - (column is the target), element by element.
+    """
+    return _softmax_forward(vocab_size, one_pass, logits_RV, targets_R)[0]
+
+
+def _softmax_forward(vocab_size: int, one_pass: bool, logits_RV: jax.Array, targets_R: jax.Array) -> tuple:
+    logits_RV = lax.optimization_barrier(logits_RV)  # else a GPU's compiler may write them in fp32 instead
+    wide_RV = _real_columns(vocab_size, logits_RV)
+    own_peak_R, total_R = peak_and_total(one_pass, wide_RV)
+    peak_R = comm.all_reduce_max(own_peak_R, tensor.AXIS)
+    num_columns = logits_RV.shape[1]
+    local_R = targets_R - comm.rank(tensor.AXIS) * num_columns
+    owned_R = (local_R >= 0) & (local_R < num_columns)
+    picked_R = jnp.take_along_axis(wide_RV, jnp.where(owned_R, local_R, 0)[:, None], axis=-1)[:, 0]
+    total_R *= jnp.exp(own_peak_R - peak_R)
+    total_R, target_R = comm.all_reduce(jnp.stack([total_R, jnp.where(owned_R, picked_R, 0)]), tensor.AXIS)
+    log_total_R = jnp.log(total_R) + peak_R
+    return log_total_R - target_R, (logits_RV, log_total_R, targets_R)
+
+
+def _softmax_backward(vocab_size: int, one_pass: bool, kept: tuple, d_R: jax.Array) -> tuple[jax.Array, None]:
+    logits_RV, *rows = kept
+    # XLA cannot take work on rows of one dim into a product, as it does the rest of it where it is asked to.
+    log_total_R, targets_R, d_R = lax.optimization_barrier((*rows, d_R))
+    wide_RV = _real_columns(vocab_size, logits_RV)
+    one_hot_RV = (tensor.global_indices(logits_RV.shape[1]) == targets_R[:, None]).astype(wide_RV.dtype)
+    d_RV = (jnp.exp(wide_RV - log_total_R[:, None]) - one_hot_RV) * d_R[:, None]
+    return d_RV.astype(logits_RV.dtype), None
+
+
+def _real_columns(vocab_size: int, logits_RV: jax.Array) -> jax.Array:
+    """Logits in at least fp32, those of columns that pad the vocabulary at the least value."""
+    wide_RV = logits_RV.astype(jnp.promote_types(logits_RV.dtype, jnp.float32))
+    return jnp.where(tensor.global_indices(logits_RV.shape[1]) < vocab_size, wide_RV, jnp.finfo(wide_RV.dtype).min)
+
+
+softmax_losses.defvjp(_softmax_forward, _softmax_backward)
+
+
 def peak_and_total(one_pass: bool, x_RV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(largest x[r, v], sum of exp(x[r, v] - largest)) of every row. Of the second alone there is a gradient.
+    """(largest x[r, v], sum of exp(x[r, v] - largest)) of every row.
 
     one_pass: one reduction makes both, for which a GPU reads x once; XLA:CPU takes longer for it than for two.
     Source: arXiv 1805.02867, section 3 (online softmax).
@@ -134,28 +165,3 @@ def peak_and_total(one_pass: bool, x_RV: jax.Array) -> tuple[jax.Array, jax.Arra
 
     nothing = jnp.array(jnp.finfo(x_RV.dtype).min, x_RV.dtype), jnp.array(0, x_RV.dtype)
     return lax.reduce((x_RV, jnp.ones_like(x_RV)), nothing, joined, (1,))
-
-
-def _peak_and_total_forward(one_pass: bool, x_RV: jax.Array) -> tuple:
-    peak_R, total_R = peak_and_total(one_pass, x_RV)
-    return (peak_R, total_R), (x_RV, peak_R)
-
-
-def _peak_and_total_backward(one_pass: bool, kept: tuple, grads: tuple) -> tuple[jax.Array]:
-    (x_RV, peak_R), (_, d_R) = kept, grads
-    return (jnp.exp(x_RV - peak_R[:, None]) * d_R[:, None],)
-
-
-peak_and_total.defvjp(_peak_and_total_forward, _peak_and_total_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def pick_column(num_columns: int, x_RV: jax.Array, column_R: jax.Array) -> jax.Array:
-    """x[r, column[r]] of every row. The gradient is elementwise: JAX's own is a scatter into zeros as large as x."""
-    return jnp.take_along_axis(x_RV, column_R[:, None], axis=-1)[:, 0]
-
-
-pick_column.defvjp(
-    lambda num_columns, x_RV, column_R: (pick_column(num_columns, x_RV, column_R), column_R),
-    lambda num_columns, column_R, d_R: (jnp.where(jnp.arange(num_columns) == column_R[:, None], d_R[:, None], 0), None),
-)
