@@ -20,6 +20,7 @@ GradSync = Literal["per-parameter", "flat", "bucketed"]
 AttentionName = Literal["auto", "cudnn", "blocked", "xla"]
 TpRing = Literal["none", "one-way", "two-way"]
 UnrollLayers = Literal["auto", "yes", "no"]
+XlaSet = Literal["default", "stable", "fast"]
 UNROLLED_AT_MOST = 48  # layers, where nobody has said: each takes a second or two to compile, in a scan none
 TP_RINGS = get_args(TpRing)
 CP_KINDS = ("ring", "all-gather", "ulysses")
@@ -96,6 +97,9 @@ class ParallelConfig:
     attention: AttentionName = "auto"
     """auto: cuDNN's, which never holds the scores, on GPUs where it can run and compiles; elsewhere blocked, which
     holds those of a block, for 8,192 positions and more, and xla, which writes them out, for fewer."""
+    xla: XlaSet = "default"
+    """Options of XLA on GPUs: default (XLA's own), stable (loops' stacks without fills, no timing of fusions), or fast
+    (elementwise work in products; on several GPUs collectives that overlap). docs/benchmarks.md has what each gains."""
     schedule: str = "1f1b"
     """Pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
     microbatches: int | None = None

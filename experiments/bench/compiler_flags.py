@@ -6,6 +6,7 @@ from rich.console import Console
 
 from jaxdist.config import RunConfig
 from jaxdist.runtime.devices import acquire_devices, refused_option
+from jaxdist.train.xla_options import GPU_OPTIONS, XLA_SETS
 
 from .flags import BenchFlags
 from .rows import Measured, Row, ratios
@@ -24,54 +25,41 @@ CPU_OPTIONS = {
     "xla_cpu_use_fusion_emitters": (False,),
     "xla_llvm_disable_expensive_passes": (True,),
 }
-GPU_OPTIONS = {
-    "xla_gpu_enable_dus_accumulator_zero_init_elimination": (True,),
-    "xla_gpu_experimental_gemm_fusion_v2": (True,),
-    "xla_gpu_enable_latency_hiding_scheduler": (True, False),
-    "xla_gpu_enable_triton_gemm": (True, False),
-    "xla_gpu_experimental_enable_fusion_autotuner": (True, False),
-    "xla_gpu_enable_command_buffer": ("", "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,COLLECTIVES,WHILE"),
-    "xla_gpu_enable_pdl": (True,),
-    "xla_gpu_enable_cublaslt": (True,),
-    "xla_gpu_autotune_level": (0,),
-    "xla_gpu_enable_while_loop_double_buffering": (True,),
-    "xla_gpu_enable_split_k_autotuning": (False,),
-    "xla_gpu_cudnn_gemm_fusion_level": (2,),
-    "xla_gpu_enable_dynamic_slice_fusion": (True,),
-    "xla_gpu_all_reduce_combine_threshold_bytes": (2**28,),
-    "xla_gpu_experimental_parallel_collective_overlap_limit": (2,),
-}
 
 
 def bench_flags(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
-    """One device's step with each option, in turn with the step without any. One-device steps send nothing, so what an
-    option does to collectives is not seen here."""
+    """One device's step with each set of --xla and each option, in turn with the step without any. It sends nothing, so
+    what an option does to collectives is not seen here."""
     start = time.monotonic()
     devices = acquire_devices(1, flags.device)
-    config = with_parallel(config, "", {})
+    config = with_parallel(config, "", {"xla": "default"})
     plain = timed_step(config, devices)
     rows = []
-    options = GPU_OPTIONS if devices.platform == "gpu" else CPU_OPTIONS
-    for option, values in options.items():
-        for value in values:
-            name = f"{option}={value}"
-            if flags.only not in name:
+    tried = [(name, value) for name, values in CPU_OPTIONS.items() for value in values]
+    if devices.platform == "gpu":
+        tried = [("--xla", name) for name in XLA_SETS] + [(option.name, option.value) for option in GPU_OPTIONS]
+    for option, value in tried:
+        name = f"{option}={value}"
+        if flags.only not in name:
+            continue
+        if time.monotonic() - start > flags.start_within:
+            console.print(f"{name}: not tried: out of time", markup=False)
+            continue
+        with console.status(name):
+            if option == "--xla":
+                step = timed_step(with_parallel(config, "", {"xla": value}), devices)
+            elif refusal := refused_option(option, value):
+                console.print(f"{name}: refused: {refusal[:60]}", markup=False)
                 continue
-            if time.monotonic() - start > flags.start_within:
-                console.print(f"{name}: not tried: out of time", markup=False)
-                continue
-            with console.status(name):
-                if refusal := refused_option(option, value):
-                    console.print(f"{name}: refused: {refusal[:60]}", markup=False)
-                    continue
+            else:
                 step = timed_step(config, devices, compiler_options={option: value})
-                times = [(step.run(), plain.run()) for _ in range(flags.repeats)]
-            ours, theirs = zip(*times, strict=True)
-            pairs = ratios(ours, theirs)
-            verdict = "within the spread" if pairs[0] <= 1 <= pairs[-1] else "faster" if pairs[0] < 1 else "slower"
-            console.print(f"{name}: {verdict}, {pairs[0]:.3f} to {pairs[-1]:.3f} times", markup=False)
-            rows.append(Row.beside(f"{name}: step", ours, theirs, "no option"))
-            if step.peak_bytes is not None and plain.peak_bytes is not None:
-                peak = step.peak_bytes / plain.peak_bytes
-                rows.append(Row(f"{name}: peak", step.peak_bytes, "bytes", against="no option", ratio=peak))
+            times = [(step.run(), plain.run()) for _ in range(flags.repeats)]
+        ours, theirs = zip(*times, strict=True)
+        pairs = ratios(ours, theirs)
+        verdict = "within the spread" if pairs[0] <= 1 <= pairs[-1] else "faster" if pairs[0] < 1 else "slower"
+        console.print(f"{name}: {verdict}, {pairs[0]:.3f} to {pairs[-1]:.3f} times", markup=False)
+        rows.append(Row.beside(f"{name}: step", ours, theirs, "no option"))
+        if step.peak_bytes is not None and plain.peak_bytes is not None:
+            peak = step.peak_bytes / plain.peak_bytes
+            rows.append(Row(f"{name}: peak", step.peak_bytes, "bytes", against="no option", ratio=peak))
     return rows, devices

@@ -100,7 +100,8 @@ def planned_memory(config: RunConfig, attention: str | None = None) -> ProgramBy
 
 
 def with_parallel(config: RunConfig, mesh: str, more: dict) -> RunConfig:
-    parallel = ParallelConfig(mesh=parse_mesh(mesh), attention=config.parallel.attention, **more)
+    passed_on = {name: getattr(config.parallel, name) for name in ("attention", "xla")}
+    parallel = ParallelConfig(mesh=parse_mesh(mesh), **passed_on | more)
     return dataclasses.replace(config, parallel=parallel)
 
 

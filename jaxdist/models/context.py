@@ -37,11 +37,12 @@ class Context:
     split: of the sequence over cp; starts_BT is of the whole sequence all the same. expert_axes: that experts are split
     over.
     attention: "xla", "blocked" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks:
-    parts in which the logits are made. on_gpu: whether a GPU's compiler gets the program. key: of the step's dropout,
-    None for none. rows_B, starts_BT: as in `Batch`. weight: the factor of auxiliary losses and of counts, one over the
-    number of tokens of the global batch (times fp16's loss scale); None outside of training. cache: of keys and values,
-    where text is generated (`jaxdist.models.cache`). What is traced are these five. probe: where the model is, in a run
-    that is watched (`jaxdist.probes.Probe`); None in every other.
+    parts in which the logits are made. on_gpu: whether a GPU's compiler gets the program. fused_products: whether it
+    makes elementwise work part of products (`--xla fast`). key: of the step's dropout, None for none. rows_B,
+    starts_BT: as in `Batch`. weight: the factor of auxiliary losses and of counts, one over the number of tokens of the
+    global batch (times fp16's loss scale); None outside of training. cache: of keys and values, where text is generated
+    (`jaxdist.models.cache`). What is traced are these five. probe: where the model is, in a run that is watched
+    (`jaxdist.probes.Probe`); None in every other.
     draws_choices: whether experts are drawn, not chosen by scores (`jaxdist.models.experts.choose`): in 16-bit proofs.
     """
 
@@ -53,6 +54,7 @@ class Context:
     selective: bool = False
     loss_chunks: int = 1
     on_gpu: bool = False
+    fused_products: bool = False
     key: jax.Array | None = None
     rows_B: jax.Array | None = None
     starts_BT: jax.Array | None = None
@@ -87,6 +89,15 @@ class Context:
             frame = frame.f_back
         caller = frame.f_code.co_qualname.split(".<locals>")[0].removesuffix(".__call__")
         return self.observe(f"{caller}.{name}", x)
+
+    def write(self, x: jax.Array) -> jax.Array:
+        """`x`, where products would take in what makes it: it is written, and so is its gradient, once and in its own
+        dtype. Otherwise each product that reads it makes it anew, or a product writes fp32 for it."""
+        return lax.optimization_barrier(x) if self.fused_products else x
+
+    def write_gradient(self, x: Any) -> Any:
+        """The same of its gradient only; of a matrix with an adapter, of each of its arrays."""
+        return jax.tree.map(barrier_gradient, x) if self.fused_products else x
 
     def recomputed(self, function):
         """`function`; under selective recomputation only its result is saved, and it runs again in backward (arXiv
@@ -217,6 +228,15 @@ class Context:
         if self.key is None or rate == 0:
             return x_BN
         return dropout(x_BN, rate, self.key, self.rows_B, self._heads(x_BN.shape[1]))
+
+
+@jax.custom_vjp
+def barrier_gradient(x: jax.Array) -> jax.Array:
+    """`x`, whose gradient is made before anything that reads it."""
+    return x
+
+
+barrier_gradient.defvjp(lambda x: (x, None), lambda _, dx: (lax.optimization_barrier(dx),))
 
 
 @jax.custom_vjp

@@ -143,7 +143,7 @@ def _share(found: list[jax.Device], count: int) -> list[jax.Device]:
     return [device for process in sorted(taken) for device in taken[process]]
 
 
-def refused_option(name: str, value: str | bool) -> str | None:
+def refused_option(name: str, value: str | bool | int) -> str | None:
     """What the default device's compiler says against an option; None where it takes it. Starts JAX's backend."""
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options={name: value})

@@ -22,6 +22,7 @@ from jaxdist.models.context import Batch
 from jaxdist.parallel.pipeline.lowering import iterations
 from jaxdist.placement import make_layout
 from jaxdist.probes import Recorder
+from jaxdist.runtime.devices import refused_option
 from jaxdist.specs import (
     abstract_storage,
     draw_spec,
@@ -39,6 +40,7 @@ from jaxdist.train.loss_scale import LossScale
 from jaxdist.train.optimizer import learning_rate, make_optimizer, optimizer_specs
 from jaxdist.train.state import State, initial_state, stored_parameters
 from jaxdist.train.step import evaluate, train_step
+from jaxdist.train.xla_options import Value, accepted, options_in
 
 REPLICATED = PartitionSpec()
 METRICS = ("loss", "grad_norm", "group_norms", "tokens")
@@ -101,7 +103,7 @@ class Program:
 
         return Batch(**{name: array(name, x) for name, x in self.abstract_batch()._asdict().items() if x is not None})
 
-    def compile_step(self, compiler_options: dict[str, str | bool] | None = None) -> jax.stages.Compiled:
+    def compile_step(self, compiler_options: dict[str, Value] | None = None) -> jax.stages.Compiled:
         """Compile the step ahead of time, with options of XLA for the step alone.
 
         Raises: RuntimeError where XLA cannot reuse the donated state, which would then be held twice.
@@ -118,15 +120,29 @@ class Program:
         return compiled
 
 
-def step_options(config: RunConfig, platform: str) -> dict[str, str | bool]:
-    """Options of XLA that a step is compiled with, before those that a user gives."""
+def step_options(config: RunConfig, platform: str) -> dict[str, Value]:
+    """Options of XLA that a step is compiled with, before those that a user gives.
+
+    Raises: ConfigError where this jaxlib refuses one of the set that `xla` names.
+    """
+    if platform != "gpu":
+        return {}
+    asked = config.parallel.xla
+    found = options_in(asked, config.parallel.mesh.num_devices)
+    for name, value in found.items():
+        if refusal := refused_option(name, value):
+            raise ConfigError(
+                f"xla={asked!r}",
+                f"this jaxlib must take {name}={value}, and says: {refusal}",
+                f"Use xla='default', or a jaxlib {' or '.join(accepted(name))}",
+            )
     pipeline = config.parallel.overlap and config.parallel.mesh.pp > 1
     ring = config.parallel.mesh.cp > config.parallel.cp_split[0]
-    if platform == "gpu" and (pipeline or ring):
+    if pipeline or ring:
         # A tick's messages go both ways at once, a ring's keys and their gradients after each other; by default a GPU
         # runs one collective at a time.
-        return {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"}
-    return {}
+        found["xla_gpu_experimental_parallel_collective_overlap_limit"] = "2"
+    return found
 
 
 class CompiledBytes(NamedTuple):

@@ -225,7 +225,9 @@ ALLOCATED = ALLOCATED.replace("TRIPS", 'backend_config={"known_trip_count":{"n":
 def test_an_allocation_is_no_kernel_and_moves_nothing():
     (stored,) = kernels_of(ALLOCATED)
     assert (stored.count, stored.read, stored.written) == (5, 4 + 4 * 16, 4 * 16)
-    filled = ALLOCATED.replace('custom-call(), custom_call_target="AllocateBuffer"', "broadcast(%nought), dimensions={}")
+    filled = ALLOCATED.replace(
+        'custom-call(), custom_call_target="AllocateBuffer"', "broadcast(%nought), dimensions={}"
+    )
     fill, again = kernels_of(filled)
     assert again == stored and (fill.count, fill.read, fill.written) == (1, 0, 4 * 5 * 16)
 

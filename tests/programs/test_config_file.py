@@ -42,6 +42,7 @@ nodes = 2
 # A value other than the default for every flag of train that a file may hold.
 OTHER = {
     "unroll_layers": "yes",
+    "xla": "stable",
     "compiler_options": ("a=1", 'b="2"'),
     "restore": 'a "quoted"\\path\twith ünïcode \x7f 🙂',
     "data": "-",

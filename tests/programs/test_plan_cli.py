@@ -395,6 +395,7 @@ FLAGS = {
     "reshard_after_forward": (None, ["--mesh", "dp=2", "--zero", "3"], None, None),
     "overlap": (None, [], None, None),
     "attention": ("xla", [], None, None),
+    "xla": ("stable", [], None, None),
     "schedule": ("zb-h1", [], None, None),
     "microbatches": ("2", [], None, None),
     "chunks": ("4", ["--mesh", "pp=2", "--schedule", "interleaved", "--num-layers", "8"], "none has it", None),
