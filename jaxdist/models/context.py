@@ -10,6 +10,7 @@ from jax import lax, random
 
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import tensor, vocabulary
+from jaxdist.parallel.barriers import barrier_gradient
 from jaxdist.parallel.chunked_loss import cross_entropy_in_chunks
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.remat import SavePolicy, mark_saveable
@@ -90,14 +91,12 @@ class Context:
         caller = frame.f_code.co_qualname.split(".<locals>")[0].removesuffix(".__call__")
         return self.observe(f"{caller}.{name}", x)
 
-    def write(self, x: jax.Array) -> jax.Array:
-        """`x`, where products would take in what makes it: it is written, and so is its gradient, once and in its own
-        dtype. Otherwise each product that reads it makes it anew, or a product writes fp32 for it."""
-        return lax.optimization_barrier(x) if self.fused_products else x
+    def write(self, x: Any, only: Any = lax.optimization_barrier) -> Any:
+        """`x`, which is written once, as is its gradient, where products that read it would make it anew."""
+        return jax.tree.map(only, x) if self.fused_products else x
 
     def write_gradient(self, x: Any) -> Any:
-        """The same of its gradient only; of a matrix with an adapter, of each of its arrays."""
-        return jax.tree.map(barrier_gradient, x) if self.fused_products else x
+        return self.write(x, barrier_gradient)
 
     def recomputed(self, function):
         """`function`; under selective recomputation only its result is saved, and it runs again in backward (arXiv
@@ -207,13 +206,10 @@ class Context:
     def loss(self, x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int) -> jax.Array:
         """The summed cross-entropy of targets that are not negative, in nats, equal along tp."""
         x_BTD = self._observe("cross_entropy.in", x_BTD)
+        head, how = (x_BTD, table_VD, targets_BT, vocab_size, self.sp), (self.on_gpu, self.fused_products)
         if self.loss_chunks > 1:
-            return cross_entropy_in_chunks(
-                x_BTD, table_VD, targets_BT, vocab_size, self.sp, self.loss_chunks, self.on_gpu
-            )
-        losses_BT = vocabulary.vocab_parallel_cross_entropy(
-            x_BTD, table_VD, targets_BT, vocab_size, self.sp, self.on_gpu
-        )
+            return cross_entropy_in_chunks(*head, self.loss_chunks, *how)
+        losses_BT = vocabulary.vocab_parallel_cross_entropy(*head, *how)
         losses_BT = self._observe("cross_entropy.out", losses_BT)
         return jnp.where(targets_BT >= 0, losses_BT, 0).sum()
 
@@ -228,15 +224,6 @@ class Context:
         if self.key is None or rate == 0:
             return x_BN
         return dropout(x_BN, rate, self.key, self.rows_B, self._heads(x_BN.shape[1]))
-
-
-@jax.custom_vjp
-def barrier_gradient(x: jax.Array) -> jax.Array:
-    """`x`, whose gradient is made before anything that reads it."""
-    return x
-
-
-barrier_gradient.defvjp(lambda x: (x, None), lambda _, dx: (lax.optimization_barrier(dx),))
 
 
 @jax.custom_vjp

@@ -3,7 +3,6 @@
 Dims: as in `jaxdist.parallel.tensor`; V vocabulary, R rows: the tokens of a micro-batch.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -57,34 +56,25 @@ def barrier_grads(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x, w
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Differentiated:
-    """Which inputs of a function have a gradient."""
-
-    inputs: tuple[bool, ...]
-
-
 def _barrier_forward(x, w):
-    return (x.value, w.value), Differentiated((x.perturbed, w.perturbed))
+    # Which inputs have a gradient, as a tree without leaves.
+    return (x.value, w.value), tuple(() if each.perturbed else None for each in (x, w))
 
 
-def _barrier_backward(differentiated: Differentiated, grads: tuple) -> tuple:
-    return lax.optimization_barrier(
-        tuple(g if wanted else None for g, wanted in zip(grads, differentiated.inputs, strict=True))
-    )
+def _barrier_backward(wanted: tuple, grads: tuple) -> tuple:
+    return lax.optimization_barrier(tuple(g if each == () else None for g, each in zip(grads, wanted, strict=True)))
 
 
 barrier_grads.defvjp(_barrier_forward, _barrier_backward, symbolic_zeros=True)
 
 
 def vocab_parallel_cross_entropy(
-    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool, one_pass: bool = False
+    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool, one_pass=False, fused=False
 ) -> jax.Array:
     """Cross-entropy of a tied head, in nats per token; no rank ever holds the logits of another's vocabulary.
 
     Columns from `vocab_size` on are padding and never count. Targets below 0 give a loss that means nothing: mask it.
-    one_pass: as in `peak_and_total`.
+    one_pass: as in `peak_and_total`. fused: as in `softmax_losses`.
 
     Layout: x[B, T, D] (x[B, T_tp, D] with sp), table[V_tp, D], targets[B, T] -> loss[B, T], equal along tp.
     Backward: softmax minus one-hot on the local columns; dx as `enter`.
@@ -94,29 +84,21 @@ def vocab_parallel_cross_entropy(
     x_BTD = tensor.enter(x_BTD, sp)
     x_BTD, table_VD = barrier_grads(x_BTD, comm.varying(table_VD, tensor.AXIS))
     x_RD, targets_R = x_BTD.reshape(-1, x_BTD.shape[-1]), targets_BT.reshape(-1)
-    losses_R = row_losses(x_RD, table_VD, targets_R, vocab_size, one_pass)
-    return losses_R.reshape(targets_BT.shape)
+    return softmax_losses(vocab_size, one_pass, fused, x_RD @ table_VD.T, targets_R).reshape(targets_BT.shape)
 
 
-def row_losses(
-    x_RD: jax.Array, table_VD: jax.Array, targets_R: jax.Array, vocab_size: int, one_pass: bool
-) -> jax.Array:
-    """`vocab_parallel_cross_entropy` of R rows that every tp rank holds whole."""
-    return softmax_losses(vocab_size, one_pass, x_RD @ table_VD.T, targets_R)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def softmax_losses(vocab_size: int, one_pass: bool, fused: bool, logits_RV: jax.Array, targets_R: jax.Array):
+    """Layout: logits[R, V_tp], targets[R] -> loss[R] in at least fp32, equal along tp.
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def softmax_losses(vocab_size: int, one_pass: bool, logits_RV: jax.Array, targets_R: jax.Array) -> jax.Array:
-    """The cross-entropy of rows, in at least fp32. Of logits in 16 bits nothing else as large is kept for backward.
-
-    Layout: logits[R, V_tp], targets[R] -> loss[R], equal along tp.
-    Backward: exp(logits - log of the sum) - (column is the target), element by element.
+    Backward: exp(logits - log of the sum) - (column is the target), element by element, from the logits as they came.
+    fused: whether products take in elementwise work; that of the logits would then write them in fp32.
     """
-    return _softmax_forward(vocab_size, one_pass, logits_RV, targets_R)[0]
+    return _softmax_forward(vocab_size, one_pass, fused, logits_RV, targets_R)[0]
 
 
-def _softmax_forward(vocab_size: int, one_pass: bool, logits_RV: jax.Array, targets_R: jax.Array) -> tuple:
-    logits_RV = lax.optimization_barrier(logits_RV)  # else a GPU's compiler may write them in fp32 instead
+def _softmax_forward(vocab_size: int, one_pass: bool, fused: bool, logits_RV: jax.Array, targets_R: jax.Array):
+    logits_RV = lax.optimization_barrier(logits_RV) if fused else logits_RV
     wide_RV = _real_columns(vocab_size, logits_RV)
     own_peak_R, total_R = peak_and_total(one_pass, wide_RV)
     peak_R = comm.all_reduce_max(own_peak_R, tensor.AXIS)
@@ -130,7 +112,7 @@ def _softmax_forward(vocab_size: int, one_pass: bool, logits_RV: jax.Array, targ
     return log_total_R - target_R, (logits_RV, log_total_R, targets_R)
 
 
-def _softmax_backward(vocab_size: int, one_pass: bool, kept: tuple, d_R: jax.Array) -> tuple[jax.Array, None]:
+def _softmax_backward(vocab_size: int, one_pass: bool, fused: bool, kept: tuple, d_R: jax.Array) -> tuple:
     logits_RV, *rows = kept
     # XLA cannot take work on rows of one dim into a product, as it does the rest of it where it is asked to.
     log_total_R, targets_R, d_R = lax.optimization_barrier((*rows, d_R))

@@ -12,7 +12,7 @@ SEVERAL = "several"
 class Option(NamedTuple):
     """One option of XLA, and a value other than its default.
 
-    sets: of `--xla`, those that hold it. on: the meshes for which they do: "any", or those of "several" devices.
+    sets: of `--xla`, those that hold it. on: the meshes for which they do: "any", those of "one" device, of "several".
     changes: in the compiled program. known: what it is known to cost or to break. accepted: versions of jaxlib with
     which that was seen.
     """
@@ -21,7 +21,7 @@ class Option(NamedTuple):
     value: Value
     changes: str
     sets: tuple[str, ...] = ()
-    on: Literal["any", "several"] = "any"
+    on: Literal["any", "one", "several"] = "any"
     known: str = ""
     accepted: tuple[str, ...] = ("0.10.2",)
 
@@ -49,8 +49,9 @@ GPU_OPTIONS = (
         True,
         "elementwise work becomes part of the products that read its result",
         FAST,
-        known="XLA ends with an error where a product takes in rows of one dim, or a gradient split into an odd number of "
-        "heads: barriers keep these out",
+        "one",
+        known="XLA ends with an error where a product takes in rows of one dim, a gradient split into an odd number of "
+        "heads (barriers keep these out), or a head's table that ZeRO-3 has gathered",
         accepted=("0.10.2", "0.11.2"),
     ),
     Option(
@@ -82,7 +83,9 @@ GPU_OPTIONS = (
         SEVERAL,
         known="a larger program",
     ),
-    Option("xla_gpu_enable_triton_gemm", False, "products are cuBLAS's, with no elementwise work inside"),
+    Option(
+        "xla_gpu_enable_triton_gemm", False, "products are cuBLAS's, with no elementwise work inside", FAST, SEVERAL
+    ),
     Option("xla_gpu_enable_command_buffer", "", "no CUDA graphs: every kernel is a launch"),
     Option(
         "xla_gpu_enable_command_buffer",
@@ -103,8 +106,8 @@ GPU_OPTIONS = (
 
 def options_in(name: str, num_devices: int) -> dict[str, Value]:
     """The options of a set of `--xla` for a mesh of so many GPUs."""
-    found = (option for option in GPU_OPTIONS if name in option.sets)
-    return {option.name: option.value for option in found if num_devices > 1 or option.on != SEVERAL}
+    on = ("any", "one" if num_devices == 1 else SEVERAL)
+    return {option.name: option.value for option in GPU_OPTIONS if name in option.sets and option.on in on}
 
 
 def accepted(name: str) -> tuple[str, ...]:
