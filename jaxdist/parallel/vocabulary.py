@@ -69,7 +69,7 @@ barrier_grads.defvjp(_barrier_forward, _barrier_backward, symbolic_zeros=True)
 
 
 def vocab_parallel_cross_entropy(
-    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool, one_pass=False, fused=False
+    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool, one_pass: bool, fused: bool
 ) -> jax.Array:
     """Cross-entropy of a tied head, in nats per token; no rank ever holds the logits of another's vocabulary.
 
@@ -88,7 +88,9 @@ def vocab_parallel_cross_entropy(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def softmax_losses(vocab_size: int, one_pass: bool, fused: bool, logits_RV: jax.Array, targets_R: jax.Array):
+def softmax_losses(
+    vocab_size: int, one_pass: bool, fused: bool, logits_RV: jax.Array, targets_R: jax.Array
+) -> jax.Array:
     """Layout: logits[R, V_tp], targets[R] -> loss[R] in at least fp32, equal along tp.
 
     Backward: exp(logits - log of the sum) - (column is the target), element by element, from the logits as they came.
