@@ -41,7 +41,7 @@ from jaxdist.plan.program_memory import program_bytes
 from jaxdist.plan.proof.trace import collectives_of
 from jaxdist.plan.search import Candidates, legal_meshes, pipelines, score
 from jaxdist.plan.time_model import Efficiency
-from jaxdist.runtime.expert_load import FAULTS, broken, counted, counters, summary
+from jaxdist.runtime.expert_load import FAULTS, broken, copies, counted, counters, summary
 from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
@@ -553,7 +553,7 @@ def test_an_expert_that_makes_a_nan_is_named_with_its_layer_and_rank(mesh):
     with jax.enable_x64(True):
         program, state, metrics = one_step(config, values | {"blocks.mlp.w_up": w_up}, batch)
         assert not np.isfinite(metrics["loss"])
-        counts = counted(program.layout, state.params, batch["inputs"].size)
+        counts = counted(program.layout, copies(program.layout, state.params), batch["inputs"].size)
         unchanged = fetch(to_logical(program, state))["params.blocks.mlp.w_down"]
     np.testing.assert_array_equal(unchanged, values["blocks.mlp.w_down"])
     held = {"dp=4,ep=4": "ep=2", "dp=2,ep=2,tp=2": "ep=1", "pp=2,dp=2,ep=2": "ep=1"}[mesh]
@@ -568,7 +568,9 @@ def test_a_bias_goes_up_where_an_expert_has_less_than_the_mean_and_down_where_mo
         values, [batch] = drawn(mixture)
         with jax.enable_x64(True):
             program, state, _ = one_step(config, values, batch)
-            load = counted(program.layout, state.params, batch["inputs"].size)["blocks.mlp.router.load"]
+            load = counted(program.layout, copies(program.layout, state.params), batch["inputs"].size)[
+                "blocks.mlp.router.load"
+            ]
             bias = fetch(state.params["blocks"]["mlp"]["router"]["bias"])
         above = np.sign(np.round(load - load.mean(-1, keepdims=True), 9))
         np.testing.assert_allclose(bias, values["blocks.mlp.router.bias"] - 0.125 * above, atol=1e-15)
