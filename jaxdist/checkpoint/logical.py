@@ -163,8 +163,8 @@ def fetch(tree):
 
 
 def readable(x: jax.Array) -> jax.Array:
-    """The array, on which no process waits here, with all of it on each process. Sends: an all-gather, where it is
-    not there already."""
+    """The array, or a copy of it that every process can read whole. Waits for nothing. Sends: an all-gather where a
+    process has only a part."""
     if x.is_fully_addressable or x.is_fully_replicated:
         return x
     return _gather(x.sharding.mesh, x.sharding.spec)(x)
