@@ -37,6 +37,7 @@ OWN = {
 # Say no status themselves.
 SILENT = {"matrices", "step", "peers", "profile", "collectives", "search", "parity", "executor", "standin", "roofline"}
 ALL_ROWS = {"only"}  # where no row can be left out
+ANY_MODEL = {"step", "flags", "standin", "profile", "experts", "roofline", "peers"}  # the others: GPT-2
 PLAIN = {"dtype", "reduce_dtype", "dropout", "optimizer"}  # the plain step is AdamW in fp32 without dropout
 
 # bench -> (module, function, flags that it would not use, beside those of the strategy)
@@ -80,7 +81,7 @@ def main(flags: BenchFlags, console: Console) -> int:
         if not getattr(flags, name):
             raise ConfigError(flag_word(name, None), "must have at least one number", "Leave it out")
     config = flags.run_config()
-    if flags.which not in ("experts", "roofline", "peers"):
+    if flags.which not in ANY_MODEL:
         require_formulas("bench", config.model)
     set_precision(config)
     bench = getattr(importlib.import_module(f".{module}", __package__), function)

@@ -10,7 +10,7 @@ from jaxdist.train.xla_options import GPU_OPTIONS, XLA_SETS
 
 from .flags import BenchFlags
 from .rows import Measured, Row, ratios
-from .timing import timed_step, with_parallel
+from .timing import AT_ONCE, timed_step, with_parallel
 
 # Options of XLA, tried one at a time against none.
 CPU_OPTIONS = {
@@ -53,7 +53,7 @@ def bench_flags(flags: BenchFlags, config: RunConfig, console: Console) -> Measu
                 continue
             else:
                 step = timed_step(config, devices, compiler_options={option: value})
-            times = [(step.run(), plain.run()) for _ in range(flags.repeats)]
+            times = [(step.run_several(AT_ONCE), plain.run_several(AT_ONCE)) for _ in range(flags.repeats)]
         ours, theirs = zip(*times, strict=True)
         pairs = ratios(ours, theirs)
         verdict = "within the spread" if pairs[0] <= 1 <= pairs[-1] else "faster" if pairs[0] < 1 else "slower"

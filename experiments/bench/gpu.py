@@ -78,21 +78,28 @@ def plan_sections(flags: GpuFlags, num_gpus: int = 1) -> list[Section]:
     if not (math.isfinite(limit) and limit > 0):
         raise ConfigError(f"time_limit_minutes={limit}", "must be a positive finite number", "Use the default")
 
-    def step(preset: str, batch_size: int = 16) -> str:
-        return f"--device gpu --dtype bfloat16 --model {preset} --batch-size {batch_size}"
+    def step(preset: str, batch_size: int = 16, more: str = "") -> str:
+        return f"--device gpu --dtype bfloat16 --model {preset} --batch-size {batch_size} {more}".rstrip()
 
+    whole = "step --no-phases"
+    experts = step("qwen3-30b-a3b", 1, "--seq-len 4096")
+    adapters = step("llama3-8b", 2, "--seq-len 4096 --lora 16 --unroll-layers no")
     mesh = f"--device gpu --mesh dp={num_gpus}" if num_gpus > 1 else "--device cpu --mesh dp=4"
     sections = [
-        Section("step gpt2-124m", f"step --no-phases {step('gpt2-124m')}", 60, 150),
+        Section("step gpt2-124m", f"{whole} {step('gpt2-124m')}", 60, 150),
+        Section("sets gpt2-124m", f"flags --only=--xla {step('gpt2-124m')} --start-within {{seconds}}", 90, 200),
         Section("peers gpt2-124m", f"peers --only 'one device' --repeats 3 {step('gpt2-124m')}", 60, 200),
         Section("parity", "parity --device gpu --model gpt2-124m --num-layers 2 --batch-size 2", 40, 200),
-        Section("flags gpt2-124m", f"flags {step('gpt2-124m')} --repeats 5 --start-within {{seconds}}", 75, 150),
-        Section("scan gpt2-124m", f"step --no-phases --unroll-layers no {step('gpt2-124m')}", 30, 90),
+        Section("step qwen3-30b-a3b", f"{whole} --num-layers 2 {experts}", 40, 150),
+        Section("experts qwen3-30b-a3b", f"experts --only grouped {experts}", 30, 90),
+        Section("step llama3.2-1b", f"{whole} {step('llama3.2-1b', 4, '--seq-len 4096')}", 40, 120),
+        Section("adapters llama3-8b", f"{whole} {adapters}", 40, 120),
+        Section("muon gpt2-124m", f"{whole} {step('gpt2-124m')} --optimizer muon --muon-bf16", 60, 120),
+        Section("step gpt2-774m", f"{whole} --unroll-layers no {step('gpt2-774m')}", 30),
+        Section("step gpt2-1.5b", f"{whole} --unroll-layers no {step('gpt2-1.5b', 8)}", 30),
         Section("phases gpt2-124m", f"step {step('gpt2-124m')}", 60, 180),
         Section("executor", "executor --device gpu --num-layers 8 --width 1024", most=90),
         Section("kernels gpt2-124m", f"kernels {step('gpt2-124m', 32)}", 45, 150),
-        Section("step gpt2-774m", f"step --no-phases --unroll-layers no {step('gpt2-774m')}", 30),
-        Section("step gpt2-1.5b", f"step --no-phases --unroll-layers no {step('gpt2-1.5b', 8)}", 30),
         Section("standin 8", f"standin --mesh dp=8 --zero 3 --unroll-layers no {step('gpt2-1.5b', 64)}", 30, 120),
         Section("standin 64", f"standin --mesh dp=8,tp=8 --sp --zero 1 {step('7b', 64)}", 30, 120),
         Section("collectives", f"collectives {mesh}", 20, 60),

@@ -4,9 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxdist.config import RunConfig
+from jaxdist.models.base import Model
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.plan.formulas import ModelShape, model_flops_per_token
-from jaxdist.plan.hardware import Accelerator, find_hardware
+from jaxdist.plan.hardware import Accelerator, Cluster, find_hardware
+from jaxdist.plan.parts import work_of
+from jaxdist.plan.search import Candidates, score
+from jaxdist.plan.time_model import StepTime
 from jaxdist.runtime.devices import Devices
 
 from .rows import Row
@@ -21,8 +25,9 @@ CARDS = (
     ("B200", "b200"),
 )
 CONVENTIONS = (
-    "MFU: 6N + 12LHQT FLOPs a token (PaLM; N: matrices of the layers and the head's, at the real vocabulary; nothing "
-    "added for what is computed again) at the card's dense 16-bit peak; causal counts half of attention's."
+    "MFU: for GPT-2 6N + 12LHQT FLOPs a token (PaLM; N: matrices of the layers and the head's, at the real vocabulary)"
+    ", else of its products as traced; nothing added for what is computed again; at the card's dense 16-bit peak. "
+    "Causal counts half of attention's."
 )
 
 
@@ -31,10 +36,25 @@ def card_of(device_kind: str) -> Accelerator | None:
     return next((find_hardware(name) for part, name in CARDS if part in device_kind), None)
 
 
-def flops_per_token(model: GPT2Config, attention: str) -> float:
-    """Needed to train on one token, with "full" or "causal" attention; the padded vocabulary is no useful work."""
-    shape = dataclasses.replace(ModelShape.of(model), vocab_size=model.vocab_size)
-    return model_flops_per_token(shape, attention).value
+def plan_step(config: RunConfig, hardware: Accelerator, attention: str) -> StepTime:
+    """The plan's columns, of this one layout, on as few nodes as hold the mesh."""
+    count = config.parallel.mesh.num_devices
+    per_node = min(hardware.devices_per_node, count)
+    cluster = Cluster(hardware, -(-count // per_node), per_node)
+    return score(config, Candidates.of(config), cluster, attention).time
+
+
+def flops_per_token(model: Model, attention: str) -> float:
+    """Needed to train on one token, with "full" or "causal" attention; the padded vocabulary is no useful work.
+
+    Of GPT-2 by PaLM's formula, of other models by the trace, which knows what is frozen.
+    """
+    if isinstance(model, GPT2Config):
+        shape = dataclasses.replace(ModelShape.of(model), vocab_size=model.vocab_size)
+        return model_flops_per_token(shape, attention).value
+    work = work_of(model)
+    core = work.num_layers * 3 * sum(product.flops for product in work.layer if product.batched)
+    return work.flops_per_token - (core / 2 if attention == "causal" else 0)
 
 
 def speed_rows(name: str, seconds: Sequence[float], config: RunConfig, devices: Devices, num_devices: int) -> list[Row]:

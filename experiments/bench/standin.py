@@ -14,18 +14,15 @@ from rich.console import Console
 from jaxdist.config import RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh
-from jaxdist.plan.hardware import Accelerator, Cluster
-from jaxdist.plan.search import Candidates, score
 from jaxdist.plan.time_model import StepTime
 from jaxdist.runtime.devices import Devices, acquire_devices
 from jaxdist.train.program import attention_on
 
 from .flags import BenchFlags
 from .rows import Measured, Row
-from .speed import card_of
-from .timing import timed_step
+from .speed import card_of, plan_step
+from .timing import AT_ONCE, timed_step
 
-AT_ONCE = 3
 # The client's other processes do not exist, and autotuning divided among them would wait for them forever
 # (openxla/xla issue 28959).
 OPTIONS = {"xla_gpu_shard_autotuning": False}
@@ -82,14 +79,6 @@ def mock_gpus(count: int) -> Devices:
             "one real NVIDIA GPU must stand for all of them, and JAX sees none that can on this machine",
             "Run it on a machine with one; `plan` predicts without",
         ) from error
-
-
-def plan_step(config: RunConfig, hardware: Accelerator, attention: str) -> StepTime:
-    """The plan's columns, of this one layout, on as few nodes as hold the mesh."""
-    count = config.parallel.mesh.num_devices
-    per_node = min(hardware.devices_per_node, count)
-    cluster = Cluster(hardware, -(-count // per_node), per_node)
-    return score(config, Candidates.of(config), cluster, attention).time
 
 
 def compare(seconds: list[float], planned: StepTime) -> list[Row]:

@@ -24,11 +24,10 @@ from jaxdist.train.program import Program, batch_specs, build_program, compiled_
 
 from .flags import BenchFlags
 from .rows import Measured, Row
-from .speed import CONVENTIONS, speed_rows
-from .timing import full_batch, planned_memory, repeated
+from .speed import CONVENTIONS, card_of, plan_step, speed_rows
+from .timing import AT_ONCE, full_batch, planned_memory, repeated
 
 PHASES = ("forward", "backward", "reduction", "update")
-AT_ONCE = 3  # steps that an accelerator gets in a row
 
 
 def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measured:
@@ -82,6 +81,10 @@ def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measur
             "and what the compiler could not fuse across phases. Sums inside backward (ZeRO-2 and 3, tp, pp) count as "
             "backward."
         )
+    card = card_of(devices.devices[0].device_kind)
+    if card is not None:
+        planned = float(plan_step(config, card, program.model.ctx.attention).total[0])
+        rows.append(Row("step: time by the plan", planned, "s", against="step", ratio=planned / total))
     speeds = speed_rows("step", whole_seconds, config, devices, len(devices.devices))
     if len(speeds) > 1:
         console.print(CONVENTIONS)

@@ -23,6 +23,8 @@ from jaxdist.runtime.devices import Devices
 from jaxdist.strategy import ParallelConfig
 from jaxdist.train.program import build_program, compiled_bytes
 
+AT_ONCE = 3  # steps that an accelerator gets in a row
+
 
 @dataclass(frozen=True)
 class Timed:

@@ -71,7 +71,7 @@ def test_flags_that_cannot_work(flags, message):
 
 def test_the_plan_starts_with_what_matters_most():
     names = [section.name for section in gpu.plan_sections(GpuFlags())]
-    assert names[:3] == ["step gpt2-124m", "peers gpt2-124m", "parity"] and names[-1] == "collectives"
+    assert names[:3] == ["step gpt2-124m", "sets gpt2-124m", "peers gpt2-124m"] and names[-1] == "collectives"
     assert [section.name for section in gpu.plan_sections(GpuFlags(only=("kernels", "parity")))] == [
         "parity",
         "kernels gpt2-124m",
