@@ -260,10 +260,6 @@ STRATEGIES = [
     Strategy("dp2-tp2-loss-chunks-fp16", "dp=2,tp=2", {"loss_chunks": 4}, dtype="float16"),
     Strategy("dp2-tp4-sp-loss-chunks-fp64", "dp=2,tp=4", {"sp": True, "loss_chunks": 4}, dtype="float64"),
     # What the program itself has otherwise where a GPU's compiler makes elementwise work part of products.
-    Strategy("xla-fast-fp64", "", {"xla": "fast"}, dtype="float64", sample=True),
-    Strategy(
-        "xla-fast-unrolled-remat-block", "", {"xla": "fast", "unroll_layers": "yes", "remat": "block"}, sample=True
-    ),
     # Pipelines: every schedule once, and each thing that a pipeline could get wrong. All schedules: `PIPELINES` below.
     Strategy("pp2-gpipe", "pp=2", {"schedule": "gpipe", "microbatches": 6}),
     Strategy("pp4-1f1b", "pp=4", {"microbatches": 12}),

@@ -99,7 +99,7 @@ class ParallelConfig:
     holds those of a block, for 8,192 positions and more, and xla, which writes them out, for fewer."""
     xla: XlaSet = "default"
     """Options of XLA on GPUs: default (XLA's own), stable (loops' stacks without fills, no timing of fusions), or fast
-    (on one GPU elementwise work in products; on several collectives that overlap). docs/benchmarks.md has the gains."""
+    (stable, and on several GPUs collectives that overlap). docs/benchmarks.md has what each gains."""
     schedule: str = "1f1b"
     """Pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, v-min, or the path of a table of your own."""
     microbatches: int | None = None
@@ -167,11 +167,6 @@ class ParallelConfig:
     def recomputes(self) -> bool:
         """Whether layers run forward again in backward, alone or together."""
         return self.remat_every > 0 or self.remat == "chunk"
-
-    @property
-    def fused_products(self) -> bool:
-        """Whether a GPU's compiler makes elementwise work part of the products that read its result."""
-        return self.xla == "fast" and self.mesh.num_devices == 1
 
     @property
     def ring(self) -> str | None:

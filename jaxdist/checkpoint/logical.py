@@ -5,7 +5,6 @@ comparison of two runs and weights for generation want neither: `to_logical` tak
 of any other layout on. Values are moved, never computed, so the bits stay.
 """
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
@@ -23,7 +22,7 @@ from jaxdist.strategy import PrecisionConfig
 from jaxdist.train.loss_scale import LossScale, initial_loss_scale
 from jaxdist.train.optimizer import by_owner
 from jaxdist.train.program import Program
-from jaxdist.train.state import State, initial_state, stored_parameters
+from jaxdist.train.state import State, initial_state, stored_parameters, unusable_donations
 
 PARAMS, MOMENTS, SCALE, STEP = "params", "moments", "scale", "step"
 
@@ -133,8 +132,7 @@ def _assembled(program: Program, assemble: Callable, out_specs, arrays: dict, do
     specs = {name: wanted[name].sharding.spec for name in placed}
     donate = donate and all(placed[name] is x for name, x in arrays.items())
     run = jax.shard_map(assemble, mesh=program.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=True)
-    with warnings.catch_warnings():  # what is padded or reordered cannot reuse its buffer
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+    with unusable_donations():
         return jax.jit(run, donate_argnums=(0,) if donate else ())(placed)
 
 

@@ -10,7 +10,6 @@ from jax import lax, random
 
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import tensor, vocabulary
-from jaxdist.parallel.barriers import barrier_gradient
 from jaxdist.parallel.chunked_loss import cross_entropy_in_chunks
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parallel.remat import SavePolicy, mark_saveable
@@ -38,12 +37,11 @@ class Context:
     split: of the sequence over cp; starts_BT is of the whole sequence all the same. expert_axes: that experts are split
     over.
     attention: "xla", "blocked" or "cudnn". selective: backward runs again what is wrapped in `recomputed`. loss_chunks:
-    parts in which the logits are made. on_gpu: whether a GPU's compiler gets the program. fused_products: whether it
-    makes elementwise work part of products (`--xla fast`). key: of the step's dropout, None for none. rows_B,
-    starts_BT: as in `Batch`. weight: the factor of auxiliary losses and of counts, one over the number of tokens of the
-    global batch (times fp16's loss scale); None outside of training. cache: of keys and values, where text is generated
-    (`jaxdist.models.cache`). What is traced are these five. probe: where the model is, in a run that is watched
-    (`jaxdist.probes.Probe`); None in every other.
+    parts in which the logits are made. on_gpu: whether a GPU's compiler gets the program. key: of the step's dropout,
+    None for none. rows_B, starts_BT: as in `Batch`. weight: the factor of auxiliary losses and of counts, one over the
+    number of tokens of the global batch (times fp16's loss scale); None outside of training. cache: of keys and values,
+    where text is generated (`jaxdist.models.cache`). What is traced are these five. probe: where the model is, in a run
+    that is watched (`jaxdist.probes.Probe`); None in every other.
     draws_choices: whether experts are drawn, not chosen by scores (`jaxdist.models.experts.choose`): in 16-bit proofs.
     """
 
@@ -55,7 +53,6 @@ class Context:
     selective: bool = False
     loss_chunks: int = 1
     on_gpu: bool = False
-    fused_products: bool = False
     key: jax.Array | None = None
     rows_B: jax.Array | None = None
     starts_BT: jax.Array | None = None
@@ -90,13 +87,6 @@ class Context:
             frame = frame.f_back
         caller = frame.f_code.co_qualname.split(".<locals>")[0].removesuffix(".__call__")
         return self.observe(f"{caller}.{name}", x)
-
-    def write(self, x: Any, only: Any = lax.optimization_barrier) -> Any:
-        """`x`, which is written once, as is its gradient, where products that read it would make it anew."""
-        return jax.tree.map(only, x) if self.fused_products else x
-
-    def write_gradient(self, x: Any) -> Any:
-        return self.write(x, barrier_gradient)
 
     def recomputed(self, function):
         """`function`; under selective recomputation only its result is saved, and it runs again in backward (arXiv
@@ -206,10 +196,10 @@ class Context:
     def loss(self, x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int) -> jax.Array:
         """The summed cross-entropy of targets that are not negative, in nats, equal along tp."""
         x_BTD = self._observe("cross_entropy.in", x_BTD)
-        head, how = (x_BTD, table_VD, targets_BT, vocab_size, self.sp), (self.on_gpu, self.fused_products)
+        head = (x_BTD, table_VD, targets_BT, vocab_size, self.sp)
         if self.loss_chunks > 1:
-            return cross_entropy_in_chunks(*head, self.loss_chunks, *how)
-        losses_BT = vocabulary.vocab_parallel_cross_entropy(*head, *how)
+            return cross_entropy_in_chunks(*head, self.loss_chunks, self.on_gpu)
+        losses_BT = vocabulary.vocab_parallel_cross_entropy(*head, self.on_gpu)
         losses_BT = self._observe("cross_entropy.out", losses_BT)
         return jnp.where(targets_BT >= 0, losses_BT, 0).sum()
 

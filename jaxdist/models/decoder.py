@@ -118,8 +118,8 @@ class Layer(nnx.Module):
             )
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        x_BTD = ctx.write(x_BTD + self.attention(ctx.write_gradient(self.attention_norm(x_BTD)), ctx))
-        return x_BTD + self.mlp(ctx.write_gradient(self.mlp_norm(x_BTD)), ctx)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), ctx)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD), ctx)
 
 
 class Decoder(LanguageModel):

@@ -87,13 +87,12 @@ class Attention(nnx.Module):
         self.b_out = ShardedParam(jnp.zeros(width), ("embed",))
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        qkv = add_bias(ctx.write_gradient(ctx.column_parallel(x_BTD, self.w_qkv[...])), self.b_qkv[...])
+        qkv = add_bias(ctx.column_parallel(x_BTD, self.w_qkv[...]), self.b_qkv[...])
         # Kept as they are read, and not as one product, of which backward would copy the parts again.
         q, k, v = (mark_saveable(qkv[:, :, part], HEADS) for part in range(3))
         o_BTNH = attend(ctx, q, k, v, rate=self.dropout)
         batch, length, heads, head_dim = o_BTNH.shape
-        # Else XLA 0.10.2 ends with an error where the number of heads is odd: it splits the gradient's rows into heads.
-        w_ND = ctx.write_gradient(self.w_out[...].reshape(heads * head_dim, -1))
+        w_ND = self.w_out[...].reshape(heads * head_dim, -1)
         return add_bias(ctx.row_parallel(o_BTNH.reshape(batch, length, -1), w_ND), self.b_out[...])
 
 
@@ -126,11 +125,9 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs)
 
     def __call__(self, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-        normed_BTD = ctx.write_gradient(self.ln_attention(x_BTD, ctx.on_gpu))
-        attended_BTD = self.attention(normed_BTD, ctx.at(0))
-        x_BTD = ctx.write(x_BTD + ctx.at(1).dropout(attended_BTD, self.dropout))
-        normed_BTD = ctx.write_gradient(self.ln_mlp(x_BTD, ctx.on_gpu))
-        return x_BTD + ctx.at(2).dropout(self.mlp(normed_BTD, ctx), self.dropout)
+        attended_BTD = self.attention(self.ln_attention(x_BTD, ctx.on_gpu), ctx.at(0))
+        x_BTD = x_BTD + ctx.at(1).dropout(attended_BTD, self.dropout)
+        return x_BTD + ctx.at(2).dropout(self.mlp(self.ln_mlp(x_BTD, ctx.on_gpu), ctx), self.dropout)
 
 
 class GPT2(LanguageModel):

@@ -195,7 +195,7 @@ class GroupedAttention(nnx.Module):
         if not self.qk_norm:  # whose gradient needs the products; otherwise these are kept in their place
             q, k, v = (mark_saveable(each, HEADS) for each in (q, k, v))
         o_BTNH = attend(ctx, q, heads.of_each_query(k), heads.of_each_query(v), window=self.window)
-        w_ND = ctx.write_gradient(self.w_out[...].reshape(-1, x_BTD.shape[-1]))
+        w_ND = self.w_out[...].reshape(-1, x_BTD.shape[-1])
         y_BTD = ctx.row_parallel(o_BTNH.reshape(*o_BTNH.shape[:2], -1), w_ND)
         return y_BTD if self.b_out is None else add_bias(y_BTD, self.b_out[...])
 

@@ -20,7 +20,6 @@ def cross_entropy_in_chunks(
     sp: bool,
     num_chunks: int,
     one_pass: bool = False,
-    fused: bool = False,
 ) -> jax.Array:
     """The sum of `vocab_parallel_cross_entropy` over targets that are not negative, a chunk of rows at a time.
 
@@ -42,7 +41,7 @@ def cross_entropy_in_chunks(
     seed = 2.0**12 / x_CRD.shape[1] if dtype == jnp.float16 else 1.0
 
     def chunk_loss(x_RD, table_VD, targets_R):
-        losses_R = softmax_losses(vocab_size, one_pass, fused, x_RD @ table_VD.T, targets_R)
+        losses_R = softmax_losses(vocab_size, one_pass, x_RD @ table_VD.T, targets_R)
         return jnp.where(targets_R >= 0, losses_R, 0).sum()
 
     def total(x_CRD, table_VD, targets_CR):

@@ -69,12 +69,12 @@ barrier_grads.defvjp(_barrier_forward, _barrier_backward, symbolic_zeros=True)
 
 
 def vocab_parallel_cross_entropy(
-    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool, one_pass: bool, fused: bool
+    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool, one_pass: bool
 ) -> jax.Array:
     """Cross-entropy of a tied head, in nats per token; no rank ever holds the logits of another's vocabulary.
 
     Columns from `vocab_size` on are padding and never count. Targets below 0 give a loss that means nothing: mask it.
-    one_pass: as in `peak_and_total`. fused: as in `softmax_losses`.
+    one_pass: as in `peak_and_total`.
 
     Layout: x[B, T, D] (x[B, T_tp, D] with sp), table[V_tp, D], targets[B, T] -> loss[B, T], equal along tp.
     Backward: softmax minus one-hot on the local columns; dx as `enter`.
@@ -84,23 +84,19 @@ def vocab_parallel_cross_entropy(
     x_BTD = tensor.enter(x_BTD, sp)
     x_BTD, table_VD = barrier_grads(x_BTD, comm.varying(table_VD, tensor.AXIS))
     x_RD, targets_R = x_BTD.reshape(-1, x_BTD.shape[-1]), targets_BT.reshape(-1)
-    return softmax_losses(vocab_size, one_pass, fused, x_RD @ table_VD.T, targets_R).reshape(targets_BT.shape)
+    return softmax_losses(vocab_size, one_pass, x_RD @ table_VD.T, targets_R).reshape(targets_BT.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def softmax_losses(
-    vocab_size: int, one_pass: bool, fused: bool, logits_RV: jax.Array, targets_R: jax.Array
-) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def softmax_losses(vocab_size: int, one_pass: bool, logits_RV: jax.Array, targets_R: jax.Array) -> jax.Array:
     """Layout: logits[R, V_tp], targets[R] -> loss[R] in at least fp32, equal along tp.
 
     Backward: exp(logits - log of the sum) - (column is the target), element by element, from the logits as they came.
-    fused: whether products take in elementwise work; that of the logits would then write them in fp32.
     """
-    return _softmax_forward(vocab_size, one_pass, fused, logits_RV, targets_R)[0]
+    return _softmax_forward(vocab_size, one_pass, logits_RV, targets_R)[0]
 
 
-def _softmax_forward(vocab_size: int, one_pass: bool, fused: bool, logits_RV: jax.Array, targets_R: jax.Array):
-    logits_RV = lax.optimization_barrier(logits_RV) if fused else logits_RV
+def _softmax_forward(vocab_size: int, one_pass: bool, logits_RV: jax.Array, targets_R: jax.Array):
     wide_RV = _real_columns(vocab_size, logits_RV)
     own_peak_R, total_R = peak_and_total(one_pass, wide_RV)
     peak_R = comm.all_reduce_max(own_peak_R, tensor.AXIS)
@@ -114,10 +110,9 @@ def _softmax_forward(vocab_size: int, one_pass: bool, fused: bool, logits_RV: ja
     return log_total_R - target_R, (logits_RV, log_total_R, targets_R)
 
 
-def _softmax_backward(vocab_size: int, one_pass: bool, fused: bool, kept: tuple, d_R: jax.Array) -> tuple:
+def _softmax_backward(vocab_size: int, one_pass: bool, kept: tuple, d_R: jax.Array) -> tuple:
     logits_RV, *rows = kept
-    # XLA cannot take work on rows of one dim into a product, as it does the rest of it where it is asked to.
-    log_total_R, targets_R, d_R = lax.optimization_barrier((*rows, d_R))
+    log_total_R, targets_R = rows
     wide_RV = _real_columns(vocab_size, logits_RV)
     one_hot_RV = (tensor.global_indices(logits_RV.shape[1]) == targets_R[:, None]).astype(wide_RV.dtype)
     d_RV = (jnp.exp(wide_RV - log_total_R[:, None]) - one_hot_RV) * d_R[:, None]

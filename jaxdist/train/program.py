@@ -38,7 +38,7 @@ from jaxdist.train.gradients.bind import bind_model
 from jaxdist.train.leaf_needs import require_held
 from jaxdist.train.loss_scale import LossScale
 from jaxdist.train.optimizer import learning_rate, make_optimizer, optimizer_specs
-from jaxdist.train.state import State, initial_state, stored_parameters
+from jaxdist.train.state import State, initial_state, stored_parameters, unusable_donations
 from jaxdist.train.step import evaluate, train_step
 from jaxdist.train.xla_options import Value, accepted, options_in
 
@@ -223,9 +223,15 @@ def build_program(
     # is done to it (padding, another order of layers, a cast), and then round it in another way.
     drawn, stored = jax.tree.map(draw_spec, layout.leaves), storage_specs(layout)
     draw = jit(config.model.initial_values, out_shardings=shardings(mesh, drawn))
-    store = jit(on_mesh(partial(stored_parameters, config, layout), in_specs=(drawn,), out_specs=stored))
+    store = jit(
+        on_mesh(partial(stored_parameters, config, layout), in_specs=(drawn,), out_specs=stored), donate_argnums=0
+    )
     assemble = on_mesh(partial(initial_state, config, layout, optimizer), in_specs=(stored,), out_specs=specs)
-    place = jit(assemble)
+    place = jit(assemble, donate_argnums=0)
+
+    def init(seed: int) -> State:
+        with unusable_donations():
+            return place(store(draw(np.uint32(seed))))
 
     step = partial(train_step, trains, optimizer, rate=rate, with_gradients=with_gradients, poison=poison)
     metrics = [*METRICS, *(["lr"] if rate is not None else []), *(["loss_scale"] if specs.scale is not None else [])]
@@ -239,7 +245,7 @@ def build_program(
         shapes=jax.eval_shape(assemble, abstract_storage(layout, config.precision)),
         model=trains,
         optimizer=optimizer,
-        init=lambda seed: place(store(draw(np.uint32(seed)))),
+        init=init,
         step=jit(on_mesh(step, in_specs=(specs, batch), out_specs=outputs), donate_argnums=0),
         evaluate=jit(
             on_mesh(partial(evaluate, evaluates), in_specs=(specs.params, batch), out_specs=(REPLICATED, REPLICATED))

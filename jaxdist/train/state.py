@@ -1,5 +1,8 @@
 """What a training step reads and replaces, and how it starts."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -46,3 +49,11 @@ def initial_state(config: RunConfig, layout: Layout, optimizer: optax.GradientTr
         moments=optimizer.init(trained),
         scale=initial_loss_scale(config.precision),
     )
+
+
+@contextmanager
+def unusable_donations() -> Iterator[None]:
+    """Without JAX's warning that what is padded, reordered or rounded cannot reuse the memory that it was given."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        yield

@@ -3,25 +3,23 @@
 `experiments.bench flags` times each of them on a card; `experiments.bench roofline --xla SET` compiles without one.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 Value = str | bool | int
-SEVERAL = "several"
 
 
 class Option(NamedTuple):
     """One option of XLA, and a value other than its default.
 
-    sets: of `--xla`, those that hold it. on: the meshes for which they do: "any", those of "one" device, of "several".
-    changes: in the compiled program. known: what it is known to cost or to break. accepted: versions of jaxlib with
-    which that was seen.
+    sets: of `--xla`, those that hold it; where `several`, for meshes of several devices alone. changes: in the compiled
+    program. known: what it is known to cost or to break. accepted: versions of jaxlib with which that was seen.
     """
 
     name: str
     value: Value
     changes: str
     sets: tuple[str, ...] = ()
-    on: Literal["any", "one", "several"] = "any"
+    several: bool = False
     known: str = ""
     accepted: tuple[str, ...] = ("0.10.2",)
 
@@ -45,46 +43,51 @@ GPU_OPTIONS = (
         accepted=("0.10.2", "0.11.2"),
     ),
     Option(
-        "xla_gpu_experimental_gemm_fusion_v2",
-        True,
-        "elementwise work becomes part of the products that read its result",
-        FAST,
-        "one",
-        known="XLA ends with an error where a product takes in rows of one dim, a gradient split into an odd number of "
-        "heads (barriers keep these out), or a head's table that ZeRO-3 has gathered",
-        accepted=("0.10.2", "0.11.2"),
-    ),
-    Option(
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
         "collectives start early and end late, with products between",
         FAST,
-        SEVERAL,
+        several=True,
         known="a higher peak",
         accepted=("0.10.2", "0.11.2"),
     ),
-    Option("xla_gpu_all_reduce_combine_threshold_bytes", 2**28, "all-reduces are joined up to 256 MiB", FAST, SEVERAL),
-    Option("xla_gpu_all_gather_combine_threshold_bytes", 2**28, "all-gathers are joined up to 256 MiB", FAST, SEVERAL),
+    Option(
+        "xla_gpu_all_reduce_combine_threshold_bytes", 2**28, "all-reduces are joined up to 256 MiB", FAST, several=True
+    ),
+    Option(
+        "xla_gpu_all_gather_combine_threshold_bytes", 2**28, "all-gathers are joined up to 256 MiB", FAST, several=True
+    ),
     Option(
         "xla_gpu_reduce_scatter_combine_threshold_bytes",
         2**27,
         "reduce-scatters are joined up to 128 MiB",
         FAST,
-        SEVERAL,
+        several=True,
     ),
-    Option("xla_gpu_enable_pipelined_all_gather", True, "gathers of a loop run a turn ahead", FAST, SEVERAL),
-    Option("xla_gpu_enable_pipelined_reduce_scatter", True, "scatters of a loop run a turn behind", FAST, SEVERAL),
-    Option("xla_gpu_enable_pipelined_all_reduce", True, "all-reduces of a loop run a turn behind", FAST, SEVERAL),
+    Option("xla_gpu_enable_pipelined_all_gather", True, "gathers of a loop run a turn ahead", FAST, several=True),
+    Option("xla_gpu_enable_pipelined_reduce_scatter", True, "scatters of a loop run a turn behind", FAST, several=True),
+    Option("xla_gpu_enable_pipelined_all_reduce", True, "all-reduces of a loop run a turn behind", FAST, several=True),
     Option(
         "xla_gpu_enable_while_loop_double_buffering",
         True,
         "two turns of a loop are written out, so that its collectives need no copies",
         FAST,
-        SEVERAL,
+        several=True,
         known="a larger program",
     ),
     Option(
-        "xla_gpu_enable_triton_gemm", False, "products are cuBLAS's, with no elementwise work inside", FAST, SEVERAL
+        "xla_gpu_enable_triton_gemm",
+        False,
+        "products are cuBLAS's, with no elementwise work inside",
+        FAST,
+        several=True,
+    ),
+    Option(
+        "xla_gpu_experimental_gemm_fusion_v2",
+        True,
+        "elementwise work becomes part of the products that read its result",
+        known="slower on a card than the same work by itself, and errors of XLA 0.10.2 (docs/benchmarks.md)",
+        accepted=("0.10.2", "0.11.2"),
     ),
     Option("xla_gpu_enable_command_buffer", "", "no CUDA graphs: every kernel is a launch"),
     Option(
@@ -106,8 +109,8 @@ GPU_OPTIONS = (
 
 def options_in(name: str, num_devices: int) -> dict[str, Value]:
     """The options of a set of `--xla` for a mesh of so many GPUs."""
-    on = ("any", "one" if num_devices == 1 else SEVERAL)
-    return {option.name: option.value for option in GPU_OPTIONS if name in option.sets and option.on in on}
+    found = [option for option in GPU_OPTIONS if name in option.sets and (num_devices > 1 or not option.several)]
+    return {option.name: option.value for option in found}
 
 
 def accepted(name: str) -> tuple[str, ...]:

@@ -42,7 +42,6 @@ def bind_model(
             selective=parallel.remat == "selective",
             loss_chunks=parallel.loss_chunks,
             on_gpu=platform == "gpu",
-            fused_products=parallel.fused_products,
             probe=None if recorder is None else Probe(recorder),
             draws_choices=draws_choices,
         ),
