@@ -222,6 +222,19 @@ ENTRY %main (start: s32[], value.1: f32[16]) -> f32[5,16] {
 ALLOCATED = ALLOCATED.replace("TRIPS", 'backend_config={"known_trip_count":{"n":"5"}}')
 
 
+def test_a_fusion_that_is_started_is_the_same_kernel():
+    shape = "((f32[5,16]{1,0}, s32[], f32[16]{0}), f32[5,16]{1,0}, u32[])"
+    whole = "%stored = f32[5,16]{1,0} fusion(%rows, %i, %value), kind=kLoop, calls=%put"
+    started = ALLOCATED.replace(
+        whole,
+        f"%begun = {shape} fusion-start(%rows, %i, %value), kind=kLoop, calls=%put\n"
+        "  %stored = f32[5,16]{1,0} fusion-done(%begun)",
+    )
+    (before,), (after,) = kernels_of(ALLOCATED), kernels_of(started)
+    assert started != ALLOCATED
+    assert dataclasses.replace(after, name=before.name, opcode=before.opcode) == before
+
+
 def test_an_allocation_is_no_kernel_and_moves_nothing():
     (stored,) = kernels_of(ALLOCATED)
     assert (stored.count, stored.read, stored.written) == (5, 4 + 4 * 16, 4 * 16)

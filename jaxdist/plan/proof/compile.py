@@ -281,7 +281,7 @@ def emitted_collectives(text: str, mesh: MeshShape, iterations: Iterations | Non
         if instruction.opcode == "dot" or (instruction.opcode == "custom-call" and _MATMUL.search(instruction.rest)):
             return 1
         inside = sum(matmuls(called) for _, called in hlo.called(instruction.rest))
-        return min(inside, 1) if instruction.opcode == "fusion" else inside
+        return min(inside, 1) if instruction.opcode.removesuffix("-start") == "fusion" else inside
 
     def while_under_way(computation: str, at: int) -> int:
         """Matrix products from the start at this place to its done."""

@@ -28,6 +28,7 @@ NOT_LAUNCHED = {
 }
 ALLOCATION = 'custom_call_target="AllocateBuffer"'  # memory without a fill, which nothing writes
 CONTROL = {"while", "conditional", "call", "async-start"}
+FUSIONS = {"fusion", "fusion-start"}  # XLA of jaxlib 0.11 starts those that copy in and out of a loop's stacks
 SLICES = {"dynamic-slice", "slice", "gather"}
 RENAMES = {"bitcast", "reshape", "copy", "convert"}
 # In a fusion, element by element: a slice of the result takes as much of the operands.
@@ -169,7 +170,7 @@ class _Program:
     def _kernel(self, computation: str, instruction: Instruction, count: int, loop: str) -> Kernel:
         shapes = self.shapes[computation]
         sizes = [sum(hlo.arrays(shapes.get(name, ""))) for name in hlo.operands(instruction.rest)]
-        if instruction.opcode == "fusion":
+        if instruction.opcode in FUSIONS:
             (inner,) = [name for role, name in hlo.called(instruction.rest) if role == "calls"]
             read, written = self._fusion_bytes(inner, sizes)
         else:
@@ -235,7 +236,7 @@ class _Program:
         """(FLOPs, bytes of operands and results) of the products that an instruction runs."""
         shapes = self.shapes[computation]
         given = [shapes.get(name, "") for name in hlo.operands(instruction.rest)]
-        if instruction.opcode == "fusion":
+        if instruction.opcode in FUSIONS:
             found = [
                 self._products(inner, each)
                 for role, inner in hlo.called(instruction.rest)
