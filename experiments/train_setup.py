@@ -37,7 +37,7 @@ from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.params import named_params
 from jaxdist.runtime import processes
 from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log, is_asked_for
-from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
+from jaxdist.runtime.devices import Devices, acquire_devices, keep_tuning, refused_option
 from jaxdist.runtime.fault_injection import Fault, parse_fault
 from jaxdist.runtime.metrics import RunFiles, StepLines, holds_run, is_complete, process_lines, require_writable_folder
 from jaxdist.runtime.run_folder import held, require_shared
@@ -365,6 +365,8 @@ def job_budget(run: Run, now: Callable[[], float]) -> JobBudget | nullcontext:
 def compile_and_start(run: Run, own: Manifest | None) -> resume.Start:
     """Compile the step; restore the state or make it; say how long both took."""
     console, begun = run.console, time.perf_counter()
+    if run.out is not None and run.devices.platform == "gpu":
+        keep_tuning(run.out / "tuned")
     run.watchdog.alive("compiling the step")
     with SlowWork("compiling the step", quiet=console.quiet):
         run.step = interruptible(run, own.step if own else 0, lambda: run.program.compile_step(run.options))

@@ -28,7 +28,7 @@ from rich.markup import escape
 from jaxdist.commands import command_text, command_words, install_text
 from jaxdist.errors import ConfigError
 from jaxdist.files import write_whole
-from jaxdist.runtime.devices import Devices, acquire_devices, refused_option
+from jaxdist.runtime.devices import TUNED, Devices, acquire_devices, refused_option
 
 from ..cli import make_folder, require_writable
 from .rows import describe_machine
@@ -143,7 +143,7 @@ def share_autotuning(folder: Path) -> None:
     Without XLA's fusion autotuner, where XLA_FLAGS is not set: the step of 124M on an H100 was no faster with it, and
     time is what a section is short of.
     """
-    (folder / "xla_gpu_per_fusion_autotune_cache_dir").mkdir()
+    (folder / TUNED).mkdir()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1000000")
     if refused_option(FUSION_AUTOTUNER, False) is None:  # an unknown one would end every section at its start

@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import jax
@@ -20,8 +21,8 @@ PATIENT_FLAGS = (
     "--xla_cpu_collective_timeout_seconds=3600",
 )
 
-
 MAX_SIMULATED = 256
+TUNED = "xla_gpu_per_fusion_autotune_cache_dir"  # JAX's name for it, inside of its cache's folder
 
 
 @dataclass(frozen=True)
@@ -150,3 +151,15 @@ def refused_option(name: str, value: str | bool | int) -> str | None:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         return str(error).splitlines()[0]
     return None
+
+
+def keep_tuning(folder: Path) -> None:
+    """On GPUs: keep in a folder which kernels XLA timed as the fastest, and take them from there where they are known.
+
+    A program that is compiled again is then the same one: kernels that are chosen anew may sum in another order (seen
+    on an H100: docs/survive.md). JAX does so wherever its compilation cache has a folder, so a user's own stays.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        (folder / TUNED).mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e6)  # whole programs are not kept

@@ -12,6 +12,7 @@ from unittest import mock
 
 import jax
 import pytest
+from jax._src.compiler import get_compile_options
 from rich.console import Console
 
 from experiments.bench import gpu
@@ -21,7 +22,7 @@ from experiments.bench.gpu import GpuFlags, Report, Section
 from experiments.bench.rows import Row, describe_machine
 from experiments.cli import run_program
 from jaxdist.errors import ConfigError
-from jaxdist.runtime.devices import Devices
+from jaxdist.runtime.devices import TUNED, Devices, keep_tuning
 
 QUIET = Console(quiet=True)
 OK = ({"status": "ok", "output": "fine"}, [asdict(Row("step", 0.5, "s"))])
@@ -174,6 +175,24 @@ def test_xla_flags_are_what_this_compiler_takes_and_a_users_own_stay(monkeypatch
             os.environ["XLA_FLAGS"] = flags
         gpu.share_autotuning(tmp_path)
         assert os.environ.get("XLA_FLAGS") == expected
+
+
+def test_a_run_keeps_what_was_tuned_and_leaves_a_users_own_cache(tmp_path):
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        jax.config.update(names[0], str(tmp_path / "own"))
+        keep_tuning(tmp_path / "run")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own") and not (tmp_path / "run").exists()
+        jax.config.update(names[0], None)
+        keep_tuning(tmp_path / "run")
+        options = get_compile_options(1, 1)
+        build = options.executable_build_options  # held, or its part below is read after it is freed
+        assert build.debug_options.xla_gpu_per_fusion_autotune_cache_dir == str(tmp_path / "run" / TUNED)
+        assert (tmp_path / "run" / TUNED).is_dir()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def test_a_section_does_not_start_without_time_left(report):
