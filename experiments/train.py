@@ -165,11 +165,10 @@ class Loop:
 
     def __init__(self, run: Run, start: resume.Start):
         self.run, self.state, self.progress = run, start.state, start.progress
-        self.held_out_loss, self.watch = math.nan, Stopwatch()
+        self.held_out_loss = math.nan
         self.counts: dict = {}  # of experts, by the last step
         self.memory: list[DeviceMemory] = []
         self._first, self._flying = start.step + 1, deque[Taken]()
-        self._finished = self.watch.now()  # when the last step was
         self.arrivals = ThreadPoolExecutor(max_workers=1, thread_name_prefix="metrics")
         self._agreement, self._check_replicas = Agreement(), make_replica_check(run.program)
         self._spikes = SpikeWatch(recent=start.progress.recent)
@@ -178,6 +177,8 @@ class Loop:
         self.listeners = listeners_of(run)
         last_batch = start.progress.batch + run.config.steps - start.step
         self.inputs = Prefetched(self._make_batch, start.progress.batch, last_batch, run.flags.prefetch)
+        self.watch = Stopwatch()  # begun last: what is made once is no step's
+        self._finished = self.watch.now()  # when the last step was
 
     def _make_batch(self, index: int):
         run, batch = self.run, self.run.batches[index]

@@ -251,7 +251,32 @@ def test_the_steps_on_a_gpu_in_prose_are_those_that_were_measured():
         (size,) = (v for each, v in found.items() if each.startswith((f"{key}: peak", "peak: compiler's")))
         assert (milliseconds, speed) == (f"{1e3 * found[key]:.1f}", f"{found[f'{key}: speed']:,.0f}"), name
         assert peak == f"{size / 2**20:,.0f}", name
+    steps = [run["rows"] for run in runs if "bench step" in run["command"]][-4:]
+    for rows, (_, _, *cells) in zip(
+        steps, rows_under("**Other models, the third day**", "docs/benchmarks.md"), strict=True
+    ):
+        found = {row["name"]: row for row in rows}
+        step, plan, mfu = found["step"], found["step: time by the plan"], found["step: MFU, full attention"]
+        (size,) = (row["value"] for name, row in found.items() if name.startswith("compiler's plan"))
+        expected = [f"{1e3 * step['value']:.1f}", f"{1e3 * plan['value']:.1f}", f"{plan['ratio']:.2f}"]
+        expected += [f"{found['step: speed']['value']:,.0f}", f"{100 * mfu['value']:.0f} %", f"{size / 2**20:,.0f}"]
+        assert cells == expected
+    (kernels,) = (run["kernels of a step"] for run in runs if "kernels of a step" in run)
+    for name, number, milliseconds, *_ in rows_under("**Where the 34.4 ms go.**", "docs/benchmarks.md"):
+        assert kernels[name] == {"ms": float(milliseconds), "kernels": int(number)}
     (products,) = (run["rows"] for run in runs if "grouped_kernels" in run["command"])
     ratios = {row["name"]: row["ratio"] for row in products}
     for name, *cells in rows_under("- **Experts.**", "docs/benchmarks.md"):
         assert cells == [f"{ratios[f'{name}, {load}']:.2f}" for load in ("even", "skewed", "random")], name
+
+
+def test_a_run_that_continued_on_a_gpu_has_the_bits_of_the_one_it_continued():
+    runs = json.loads((ROOT / "docs/gpu/h100.json").read_text(encoding="utf-8"))["runs"]
+    for kind, apart in (("gpt", True), ("moe", False)):
+        first, second, continued = (
+            {line["step"]: line for line in run["metrics"]}
+            for run in runs
+            if run["command"].endswith((f"--out {kind}1", f"--out {kind}2", f"--out {kind}3"))
+        )
+        assert continued == {step: first[step] for step in range(7, 13)}
+        assert (first != second) == apart
