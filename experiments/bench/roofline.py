@@ -14,7 +14,7 @@ from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof.compile import CUDA_CARDS, compile_step, target_devices, without_devices
 from jaxdist.plan.proof.launches import launches_of
-from jaxdist.plan.proof.roofline import PHASES, Kernel, Roof, Total, kernels_of, trips_of
+from jaxdist.plan.proof.roofline import KINDS, ON_H100, PHASES, Kernel, Roof, Total, kernels_of, trips_of
 from jaxdist.train.program import build_program
 
 from ..plan_prove import with_attention
@@ -68,6 +68,11 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
         f"{least / 1e9:.3g} GB: the program moves {whole.moved / least:.2f} times that. Nothing was run; links between "
         "devices and launches take time that is not in it."
     )
+    expected = sum(each.count * ON_H100.seconds(each, hardware, config.precision.dtype) for each in kernels)
+    console.print(
+        f"With what kernels were measured to reach on an H100 it takes {expected * 1e3:.3g} ms, "
+        f"{tokens / expected:,.0f} tokens/s."
+    )
     if launches:
         console.print(
             f"The host makes {launches.total:,} launches a step: {launches.graphs:,} of CUDA graphs, which hold "
@@ -79,6 +84,7 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
         Row("least bytes", least, "bytes"),
         Row("FLOPs of products", whole.flops, "FLOP"),
         Row("time by the roofline", whole.seconds, "s"),
+        Row("time as on an H100", expected, "s", against="time by the roofline", ratio=expected / whole.seconds),
         *([Row("launches a step", launches.total, "launches")] if launches else []),
         Row("peak", step.peak, "bytes"),
         Row("compile time", step.seconds, "s"),
@@ -91,6 +97,17 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
             Row(f"{name}: bytes of products", total.least_bytes, "bytes"),
             Row(f"{name}: FLOPs", total.flops, "FLOP"),
             Row(f"{name}: time by the roofline", total.seconds, "s"),
+        ]
+    for kind in KINDS:
+        found = [each for each in kernels if each.kind == kind]
+        seconds = sum(each.count * ON_H100.seconds(each, hardware, config.precision.dtype) for each in found)
+        total = Total.of(found, roof)
+        rows += [
+            Row(f"{kind}: kernels", total.kernels, ""),
+            Row(f"{kind}: bytes", total.moved, "bytes", against="bytes moved"),
+            Row(f"{kind}: FLOPs", total.flops, "FLOP"),
+            Row(f"{kind}: time by the roofline", total.seconds, "s"),
+            Row(f"{kind}: as on an H100", seconds, "s"),
         ]
     return rows, None
 

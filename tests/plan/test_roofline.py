@@ -18,7 +18,7 @@ from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof import hlo
 from jaxdist.plan.proof.launches import Launches, launches_of
-from jaxdist.plan.proof.roofline import Roof, Total, kernels_of, phase_of, trips_of
+from jaxdist.plan.proof.roofline import Reached, Roof, Total, kernels_of, phase_of, trips_of
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
@@ -272,3 +272,16 @@ def test_least_time_is_the_larger_of_products_and_bytes():
     total = Total.of([dataclasses.replace(heavy, count=3), sliced], roof)
     assert (total.kernels, total.flops, total.moved) == (4, 3e12, 4 * sliced.moved)
     assert total.seconds == pytest.approx(3 * roof.seconds(heavy) + roof.seconds(sliced))
+
+
+def test_kernels_of_a_kind_take_what_they_were_measured_to_reach():
+    sliced, _, attention, _ = kernels_of(STACKS)
+    h100, reached = find_hardware("h100"), Reached(products=0.5, bandwidth=0.25, attention=0.4, half_positions=48)
+    assert (sliced.kind, attention.kind, attention.positions) == ("elementwise", "attention", 16)
+    assert reached.seconds(sliced, h100, "bfloat16") == sliced.moved / (0.25 * h100.memory_bytes_per_s)
+    of_peak = 0.4 * 16 / (16 + 48)
+    large = dataclasses.replace(attention, flops=1e15)
+    assert reached.seconds(large, h100, "bfloat16") == pytest.approx(1e15 / (of_peak * h100.peak("bfloat16")))
+    product = dataclasses.replace(large, positions=0)
+    assert (product.kind, product.positions) == ("products", 0)
+    assert reached.seconds(product, h100, "bfloat16") == pytest.approx(1e15 / (0.5 * h100.peak("bfloat16")))

@@ -262,6 +262,11 @@ def test_the_steps_on_a_gpu_in_prose_are_those_that_were_measured():
         expected += [f"{found['step: speed']['value']:,.0f}", f"{100 * mfu['value']:.0f} %", f"{size / 2**20:,.0f}"]
         assert cells == expected
     (kernels,) = (run["kernels of a step"] for run in runs if "kernels of a step" in run)
+    of_steps = [row for run in runs if "bench step" in run["command"] for row in run["rows"]]
+    measured = [1e3 * row["value"] for row in of_steps if row["name"] == "step"]
+    for _, compiled, took, ratio, _ in rows_under("**From the compiled program to the time.**", "docs/benchmarks.md"):
+        assert any(abs(float(took) - each) <= 0.15 for each in measured)
+        assert f"{float(compiled) / float(took):.2f}" == ratio and abs(float(compiled) / float(took) - 1) < 0.03
     for name, number, milliseconds, *_ in rows_under("**Where the 34.4 ms go.**", "docs/benchmarks.md"):
         assert kernels[name] == {"ms": float(milliseconds), "kernels": int(number)}
     (products,) = (run["rows"] for run in runs if "grouped_kernels" in run["command"])

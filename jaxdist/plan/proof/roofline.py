@@ -34,6 +34,7 @@ RENAMES = {"bitcast", "reshape", "copy", "convert"}
 # In a fusion, element by element: a slice of the result takes as much of the operands.
 ELEMENTWISE = RENAMES | {"select", "compare", "add", "subtract", "multiply", "divide", "maximum", "minimum", "negate"}
 PHASES = ("forward", "recomputed", "backward", "update")
+KINDS = ("products", "elementwise", "attention")
 _ORIGIN = re.compile(r'op_name="([^"]*)"')
 _PARTS = re.compile(r"\b(embed|layer|loss|gradient_norms|update)\b")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -46,7 +47,7 @@ class Kernel:
 
     phase: one of `PHASES`. part: of the model or step, "layer" or "loss" say, where the origin names one. operation:
     JAX's name of what it came from. product_bytes: of its products' operands and results alone, a run. loop: the origin
-    of the innermost loop that it runs in, "" outside.
+    of the innermost loop that it runs in, "" outside. positions: that a query of fused attention looks at, 0 elsewhere.
     """
 
     name: str
@@ -58,10 +59,16 @@ class Kernel:
     flops: float
     product_bytes: int
     loop: str = ""
+    positions: int = 0
 
     @property
     def moved(self) -> int:
         return self.read + self.written
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return "attention" if self.positions else "products" if self.flops else "elementwise"
 
     @property
     def phase(self) -> str:
@@ -104,6 +111,32 @@ class Roof:
     def seconds(self, kernel: Kernel) -> float:
         """Seconds of one run."""
         return max(kernel.flops / self.flops_per_s, kernel.moved / self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What kernels reach of a card's datasheet.
+
+    products, attention: of its peak; attention in the limit of long sequences, and half of that at `half_positions`.
+    bandwidth: all of them, of that of its memory.
+    """
+
+    products: float
+    bandwidth: float
+    attention: float
+    half_positions: float
+
+    def seconds(self, kernel: Kernel, hardware: Accelerator, dtype: str) -> float:
+        """Seconds of one run."""
+        peak = hardware.peak(dtype) * self.products
+        if kernel.positions:
+            peak = hardware.peak(dtype) * self.attention * kernel.positions / (kernel.positions + self.half_positions)
+        return max(kernel.flops / peak, kernel.moved / (hardware.memory_bytes_per_s * self.bandwidth))
+
+
+# Of one H100, for 16 bits: the profile of GPT-2 124M's step, and attention over 4,096 positions by Llama 3.2 1B's
+# (docs/benchmarks.md, "One NVIDIA GPU").
+ON_H100 = Reached(products=0.76, bandwidth=0.67, attention=0.53, half_positions=1340)
 
 
 @dataclass(frozen=True)
@@ -186,6 +219,7 @@ class _Program:
             flops=flops,
             product_bytes=product_bytes,
             loop=loop,
+            positions=_attended(instruction, shapes),
         )
 
     def _fusion_bytes(self, computation: str, sizes: Sequence[int]) -> tuple[int, int]:
@@ -282,6 +316,14 @@ def _dot_flops(result: str, left: str, rest: str, contracting: str) -> float:
     length = math.prod(sizes[int(axis)] for axis in over.split(",") if axis)
     [(_, made)] = hlo.dims(result)[:1]
     return 2.0 * math.prod(made) * length
+
+
+def _attended(instruction: Instruction, shapes: dict[str, str]) -> int:
+    """Positions that a query of cuDNN's attention looks at; 0 for any other instruction."""
+    if instruction.opcode != "custom-call" or "fmha" not in "".join(_TARGET.findall(instruction.rest)[:1]):
+        return 0
+    (_, sizes) = hlo.dims(shapes[hlo.operands(instruction.rest)[1]])[0]  # keys: [batch, positions, heads, width]
+    return sizes[1]
 
 
 def _custom_flops(instruction: Instruction, given: Sequence[str]) -> float:
