@@ -157,8 +157,9 @@ def newton_schulz(
     axes: comm.Axes = (),
     bf16: bool = False,
 ) -> jax.Array:
-    """X / |X|, then X <- a X + (b A + c A^2) X with A = X X^T for each (a, b, c); A is of the shorter side, or where a
-    dim is split of the other, which every rank has whole. bf16: of operands of products, whose sums are wide.
+    """X / |X|, then X <- (a I + b A + c A^2) X with A = X X^T for each (a, b, c); A is of the shorter side, or where a
+    dim is split of the other, which every rank has whole. So nothing but products passes over X. bf16: X and what it is
+    multiplied with, of sums that are wide.
 
     Layout: x[B, M, N], or with `split` one of M and N over `axes` -> the same.
     Sends: with `split` 2 (n-1)/n of B numbers, and of B squares of the other side an iteration.
@@ -168,17 +169,19 @@ def newton_schulz(
     squares = comm.all_reduce(jnp.sum(jnp.square(x), axis=(1, 2), keepdims=True), axes)
     x = x / jnp.maximum(jnp.sqrt(squares), EPS)
 
-    def product(*operands: jax.Array) -> jax.Array:
-        left, right = (each.astype(jnp.bfloat16) if bf16 else each for each in operands)
-        return jnp.matmul(left, right, preferred_element_type=x.dtype)
+    narrow, wide = jnp.bfloat16 if bf16 else x.dtype, x.dtype
+
+    def product(left: jax.Array, right: jax.Array, dtype) -> jax.Array:
+        return jnp.matmul(left.astype(narrow), right.astype(narrow), preferred_element_type=dtype)
 
     def iterate(x: jax.Array, abc: jax.Array) -> tuple[jax.Array, None]:
         a, b, c = abc
-        gram = comm.all_reduce(product(x, x.mT), axes)
-        return a * x + product(b * gram + c * product(gram, gram), x), None
+        gram = comm.all_reduce(product(x, x.mT, wide), axes)
+        polynomial = a * jnp.eye(gram.shape[-1], dtype=wide) + b * gram + c * product(gram, gram, wide)
+        return product(polynomial, x, narrow), None
 
-    x, _ = lax.scan(iterate, x, jnp.asarray(coefficients, x.dtype))
-    return x.mT if tall else x
+    x, _ = lax.scan(iterate, x.astype(narrow), jnp.asarray(coefficients, wide), unroll=True)
+    return (x.mT if tall else x).astype(wide)
 
 
 def choose_way(local: Sequence[int], ranks: Sequence[int]) -> Way:
