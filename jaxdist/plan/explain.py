@@ -297,11 +297,13 @@ def pipeline(found: Scored, best: int) -> list[str]:
 
 def error_bar(found: Scored, index: int) -> str:
     total, error = float(found.time.total[index]), float(found.time.error[index])
-    guessed = "" if found.cluster.hardware.calibrated else ", and none of any program: its efficiencies are guesses"
+    hardware = found.cluster.hardware
+    guessed = "" if hardware.calibrated else ", and none of any program: its efficiencies are guesses"
+    known = hardware.measured or f"no run of this program on this hardware has been calibrated{guessed}"
     low = f"{seconds(total * (1 - error))} to" if error < 1 else "at most"
     return (
         f"Predicted, not measured: {seconds(total)} ± {error:.0%}, so {low} "
-        f"{seconds(total * (1 + error))} a step; no run of this program on this hardware has been calibrated{guessed}."
+        f"{seconds(total * (1 + error))} a step; {known}."
     )
 
 

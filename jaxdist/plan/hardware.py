@@ -45,6 +45,7 @@ class Accelerator:
     """One device: dense `peak_flops` in FLOP/s by dtype, memory in vendors' GB (2**30 bytes) and bytes/s, its links.
 
     calibrated: constants of `jaxdist.plan.time_model.EFFICIENCIES`; "" where no runs on it were fitted.
+    measured: what steps of this program on it took, in words; "" where none was measured.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Accelerator:
     source: str
     date: datetime.date
     calibrated: str = ""
+    measured: str = ""
 
     @property
     def memory_bytes(self) -> float:
