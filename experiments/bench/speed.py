@@ -24,6 +24,7 @@ CARDS = (
     ("H200", "h200"),
     ("B200", "b200"),
 )
+NARROW = ("bfloat16", "float16")  # in which products run at a card's peak
 CONVENTIONS = (
     "MFU: for GPT-2 6N + 12LHQT FLOPs a token (PaLM; N: matrices of the layers and the head's, at the real vocabulary)"
     ", else of its products as traced; nothing added for what is computed again; at the card's dense 16-bit peak. "
@@ -65,7 +66,7 @@ def speed_rows(name: str, seconds: Sequence[float], config: RunConfig, devices: 
     speeds = [config.batch_size * model.seq_len / s for s in seconds]
     rows = [Row.of(f"{name}: speed", speeds, "tokens/s")]
     card = card_of(kind)
-    if card is not None and config.precision.dtype in ("bfloat16", "float16"):
+    if card is not None and config.precision.dtype in NARROW:
         for attention in ("full", "causal"):
             needed = flops_per_token(model, attention) / card.peak(config.precision.dtype) / num_devices
             rows.append(Row.of(f"{name}: MFU, {attention} attention", [s * needed for s in speeds], "of peak"))

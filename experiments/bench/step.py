@@ -24,7 +24,7 @@ from jaxdist.train.program import Program, batch_specs, build_program, compiled_
 
 from .flags import BenchFlags
 from .rows import Measured, Row
-from .speed import CONVENTIONS, card_of, plan_step, speed_rows
+from .speed import CONVENTIONS, NARROW, card_of, plan_step, speed_rows
 from .timing import AT_ONCE, full_batch, planned_memory, repeated
 
 PHASES = ("forward", "backward", "reduction", "update")
@@ -82,7 +82,7 @@ def bench_step(flags: BenchFlags, config: RunConfig, console: Console) -> Measur
             "backward."
         )
     card = card_of(devices.devices[0].device_kind)
-    if card is not None:
+    if card is not None and config.precision.dtype in NARROW:
         planned = float(plan_step(config, card, program.model.ctx.attention).total[0])
         rows.append(Row("step: time by the plan", planned, "s", against="step", ratio=planned / total))
     speeds = speed_rows("step", whole_seconds, config, devices, len(devices.devices))
