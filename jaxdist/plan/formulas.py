@@ -1,4 +1,4 @@
-"""Closed forms of the papers: parameters, FLOPs, memory, communication, pipeline idle, days.
+"""Closed forms of the papers: parameters, FLOPs, memory, pipeline idle, days.
 
 No JAX here. They explain what `jaxdist.plan.proof.trace` and the compiler count, and cost microseconds. Sizes are in
 elements, memory in bytes (GB = 1e9, GiB = 2**30), time in seconds, speed in FLOP/s and bytes/s. Whatever a search over
@@ -414,63 +414,6 @@ def kv_cache_bytes(shape: ModelShape, context: Number, rows: Number = 1, itemsiz
     return 2 * shape.num_layers * shape.kv_width * context * rows * itemsize / share
 
 
-# ----------------------------------------------------------------------------------------------------- communication
-
-
-@dataclass(frozen=True, eq=False)
-class Traffic:
-    """Elements that one device sends, and in how many collectives."""
-
-    elements: Number
-    collectives: Number
-
-
-def dp_traffic(
-    parameters: Number,
-    dp: Number,
-    zero: Number = 0,
-    keep_after_forward: Number = False,
-    microbatches: Number = 1,
-    groups: int = 1,
-) -> Traffic:
-    """Gradients and weights over dp, one update: 2Ψ, 3Ψ with ZeRO-3, × (N-1)/N.
-
-    DP: an all-reduce. ZeRO-1: reduce-scatter, then all-gather after the update. ZeRO-2: the same volume for one
-    micro-batch, and one reduce-scatter for each. ZeRO-3: gather, gather again in backward unless `keep_after_forward`
-    (2Ψ), reduce-scatter, for each micro-batch. `groups`: collectives that the parameters are cut in.
-    Source: ZeRO, arXiv 1910.02054, section 7.
-    """
-    zero, m = np.asarray(zero), np.asarray(microbatches)
-    rounds = np.where(zero == 3, np.where(keep_after_forward, 2, 3) * m, np.where(zero == 2, 1 + m, 2))
-    calls = np.where(zero == 0, 1, rounds) * groups * (np.asarray(dp) > 1)
-    return Traffic((rounds * parameters * (np.asarray(dp) - 1) / dp)[()], calls[()])
-
-
-def tp_traffic(
-    shape: ModelShape,
-    rows: Number,
-    tp: Number,
-    sp: Number = False,
-    full_recompute: Number = False,
-    cp: Number = 1,
-    recomputed: str = "all",
-) -> Traffic:
-    """One layer and micro-batch: 2 all-reduces of b·s·h forward and 2 backward, 8bsh(t-1)/t elements sent by a device.
-
-    SP makes an all-gather and a reduce-scatter of each: twice the collectives, the same volume. Full recompute adds the
-    2 forward ones again (recomputed "all", the papers); a compiler drops the second sum, which backward does not need
-    ("needed": what our own step does). Embedding forward and head backward add an all-reduce each, once a micro-batch.
-    (An implementation that keeps only the shard of a gathered input gathers it once more in backward: not counted.)
-    Source: arXiv 2104.04473, section 3.2; arXiv 2205.05198, section 4.2.2.
-    """
-    _choose("recomputed", recomputed, ("all", "needed"))
-    again: Number = {"all": 2, "needed": np.where(sp, 1.5, 1)}[recomputed]
-    calls = 4 + np.where(full_recompute, again, 0)
-    size = rows * shape.seq_len / cp * shape.width
-    active = np.asarray(tp) > 1
-    return Traffic((calls * 2 * size * (np.asarray(tp) - 1) / tp)[()], (active * calls * np.where(sp, 2, 1))[()])
-
-
 # ---------------------------------------------------------------------------------------------------------- pipeline
 
 
@@ -482,48 +425,6 @@ def bubble_over_ideal(pp: Number, microbatches: Number, chunks: Number = 1) -> N
 def bubble_share(pp: Number, microbatches: Number, chunks: Number = 1) -> Number:
     """Idle time as a part of all: (p-1)/(vm + p-1)."""
     return (np.asarray(pp) - 1) / (np.asarray(chunks) * microbatches + np.asarray(pp) - 1)
-
-
-@dataclass(frozen=True)
-class PipelineKind:
-    """Bubble in units of 1F1B's, (p-1)(F+B+W), where F = B = W; activations in units of 1F1B's, p in flight.
-
-    ZB-V's 0 is between a device's first action and its last: the ends, (p-1) chunk ticks, remain.
-    """
-
-    bubble: float
-    activations: float
-    source: str
-
-
-PIPELINE_KINDS = {
-    "1f1b": PipelineKind(1, 1, "arXiv 2104.04473"),
-    "zb-h1": PipelineKind(1 / 3, 1, "arXiv 2401.10241"),
-    "zb-v": PipelineKind(0, 1, "arXiv 2401.10241"),
-    "v-half": PipelineKind(1 / 2, 1 / 2, "arXiv 2405.15362"),
-    "v-min": PipelineKind(2 / 3, 1 / 3, "arXiv 2405.15362"),
-}
-
-
-def bubble_seconds(
-    kind: str, pp: Number, forward: Number, backward_input: Number, backward_weights: Number, chunks: Number = 1
-) -> Number:
-    """Idle time of a device, for the seconds of one micro-batch's F, B and W on one stage.
-
-    GPipe, 1F1B (p-1)(F+B+W); interleaved that over v; ZB-H1 (p-1)(F+B-W); ZB-V, V-Half and V-Min their part of 1F1B's;
-    DualPipe (p/2-1)(F&B + B - 3W), with F&B = F + B + W and B the whole backward, at 2× parameters.
-    Source: arXiv 2401.10241, table 1; arXiv 2405.15362; DeepSeek-V3, arXiv 2412.19437, table 2.
-    """
-    f, b, w = forward, backward_input, backward_weights
-    pp = np.asarray(pp)
-    if kind in ("gpipe", "1f1b", "interleaved"):
-        return ((pp - 1) * (f + b + w) / (chunks if kind == "interleaved" else 1))[()]
-    if kind == "zb-h1":
-        return ((pp - 1) * (f + b - w))[()]
-    if kind == "dualpipe":
-        return ((pp / 2 - 1) * ((f + b + w) + (b + w) - 3 * w))[()]
-    _choose("schedule", kind, ("gpipe", "interleaved", "dualpipe", *PIPELINE_KINDS))
-    return (PIPELINE_KINDS[kind].bubble * (pp - 1) * (f + b + w))[()]
 
 
 def in_flight(schedule: str, pp: Number, microbatches: Number, stage: Number = 0) -> Number:

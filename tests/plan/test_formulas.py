@@ -76,18 +76,6 @@ def test_two_levels_send_what_one_ring_sends_in_all():
         two_level("tree_all_reduce", 8, 4, 1.0)
 
 
-def test_tensor_parallel_traffic():
-    b, s, h, t = 4, 2048, 12288, 8
-    traffic = f.tp_traffic(GPT3, b, t)
-    assert traffic.elements == 8 * b * s * h * (t - 1) / t and traffic.collectives == 4
-    assert f.tp_traffic(GPT3, b, t, full_recompute=True).elements == 1.5 * traffic.elements
-    needed = f.tp_traffic(GPT3, b, t, full_recompute=True, recomputed="needed")
-    assert needed.elements == 1.25 * traffic.elements and needed.collectives == 5
-    sequence = f.tp_traffic(GPT3, b, t, sp=True)
-    assert sequence.elements == traffic.elements and sequence.collectives == 8
-    assert f.tp_traffic(GPT3, b, 1).elements == f.tp_traffic(GPT3, b, 1).collectives == 0
-
-
 # -------------------------------------------------------------------------------------------------------- parameters
 
 PARAMETERS = {
@@ -172,17 +160,6 @@ def test_in_flight():
     assert f.in_flight("1f1b", np.array([2, 4]), 16).tolist() == [2, 4]
 
 
-@pytest.mark.parametrize(
-    ("kind", "bubble", "activations"),
-    [("1f1b", 1, 1), ("zb-h1", 1 / 3, 1), ("zb-v", 0, 1), ("v-half", 1 / 2, 1 / 2), ("v-min", 2 / 3, 1 / 3)],
-)
-def test_zero_bubble_schedules_in_units_of_1f1b(kind, bubble, activations):
-    unit = f.bubble_seconds("1f1b", 8, 1, 1, 1)
-    assert unit == 21
-    assert f.bubble_seconds(kind, 8, 1, 1, 1) == pytest.approx(bubble * unit)
-    assert (f.PIPELINE_KINDS[kind].bubble, f.PIPELINE_KINDS[kind].activations) == (bubble, activations)
-
-
 UTILISATION = [
     (48, 6144, 64, 4, 8, 1.10, 41.5, 43.7),
     (96, 12288, 96, 64, 64, 13.75, 51.4, 52.8),
@@ -241,17 +218,6 @@ def test_columns_equal_numbers():
     column = f.layer_activation_bytes(GPT3, 1, tp, True, remat=remat)
     each = [f.layer_activation_bytes(GPT3, 1, int(t), True, remat=str(r)) for t, r in zip(tp, remat, strict=True)]
     assert column.tolist() == each
-
-
-def test_volume_per_step():
-    for zero, keep, times in [(0, False, 2), (1, False, 2), (2, False, 2), (3, False, 3), (3, True, 2)]:
-        traffic = f.dp_traffic(1e9, 8, zero, keep)
-        assert traffic.elements == times * 1e9 * 7 / 8
-    assert f.dp_traffic(1e9, 8, np.array([0, 1, 2, 3])).elements.tolist() == [1.75e9, 1.75e9, 1.75e9, 2.625e9]
-    assert f.dp_traffic(1e9, 8, np.array([0, 1, 2, 3])).collectives.tolist() == [1, 2, 2, 3]
-    assert f.dp_traffic(1e9, 1, 3).elements == f.dp_traffic(1e9, 1, 3).collectives == 0
-    # Once an update, or once a micro-batch: ZeRO-2 scatters and ZeRO-3 gathers and scatters every one.
-    assert [float(f.dp_traffic(1.0, 2, zero, microbatches=4).elements) for zero in range(4)] == [1, 1, 2.5, 6]
 
 
 @pytest.mark.parametrize(("layers", "width"), PARAMETERS)
@@ -326,15 +292,6 @@ def test_interleaving_factor_is_what_the_schedule_holds(pp, chunks):
         table = make_schedule("interleaved", pp, 4 * pp, chunks)
         assert in_flight(table)[0] == pytest.approx(factor * pp * chunks)
     assert f.interleave_factor(pp, 1) == 1
-
-
-def test_other_bubbles():
-    assert f.bubble_seconds("gpipe", 4, 1, 1, 1) == f.bubble_seconds("1f1b", 4, 1, 1, 1) == 9
-    assert f.bubble_seconds("interleaved", 4, 1, 1, 1, chunks=2) == 4.5
-    # (p/2 - 1)(F&B + B - 3W), B the whole backward: 3 (3 + 2 - 3) for eight stages of unit costs.
-    assert f.bubble_seconds("dualpipe", 8, 1, 1, 1) == 6
-    with pytest.raises(ValueError, match=r"schedule='2f2b'.* Use gpipe"):
-        f.bubble_seconds("2f2b", 4, 1, 1, 1)
 
 
 def test_kv_cache():

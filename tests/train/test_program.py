@@ -21,7 +21,6 @@ from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.parallel.pipeline.split_backward import inner_programs
 from jaxdist.parity import one_device
 from jaxdist.plan import formulas
-from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.proof.trace import collectives_of, equations, step_collectives, summary, total_sent
 from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
@@ -186,9 +185,9 @@ def test_tensor_parallel_volume_is_that_of_the_papers(sp, remat):
     trace = program.step.trace(program.abstract_state(), program.abstract_batch())
     activation = rows * model.seq_len * model.width
     found = [c for c in collectives_of(trace.jaxpr, mesh) if c.full_bytes == 4 * activation]
-    layer = formulas.tp_traffic(ModelShape.of(model), rows, 4, sp, remat == "block", recomputed="needed")
-    assert total_sent(found, mesh) / 4 == model.num_layers * layer.elements + 2 * 2 * activation * 3 / 4
-    assert sum(c.count for c in found) == model.num_layers * layer.collectives + (4 if sp else 2)
+    sums = model.num_layers * (4 + (1.5 if sp else 1) * (remat == "block")) + 2
+    assert total_sent(found, mesh) / 4 == sums * 2 * activation * 3 / 4
+    assert sum(c.count for c in found) == sums * (2 if sp else 1)
 
 
 def producers_of_stacked_weights(name):
@@ -417,9 +416,9 @@ def test_volume_per_step_is_that_of_the_papers(mesh):
 
     for parallel, factor in (({}, 2), ({"zero": 1}, 2), ({"zero": 2}, 2)):
         elements, psi, _ = sent(**parallel)
-        assert elements == factor * psi * (n - 1) / n == formulas.dp_traffic(psi, n, **parallel).elements
+        assert elements == factor * psi * (n - 1) / n
     elements, psi, _ = sent(zero=3, reshard_after_forward=False)
-    assert elements == 2 * psi * (n - 1) / n == formulas.dp_traffic(psi, n, 3, keep_after_forward=True).elements
+    assert elements == 2 * psi * (n - 1) / n
     # The tied table is gathered for the embedding and for the head, its gradient scattered once. What else is not a
     # block's is gathered once: the embedding's backward does not need it, the head's follows at once.
     elements, psi, positions = sent(zero=3)
