@@ -38,5 +38,4 @@ COURSE = (
 
 def find_lab(name: str) -> Lab:
     """The lab of a name in `COURSE`."""
-    module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
-    return getattr(module, "LAB", module.run)
+    return importlib.import_module(f".{name.replace('-', '_')}", __package__).run
