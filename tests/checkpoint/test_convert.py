@@ -20,10 +20,6 @@ from conftest import DEVICES
 from support import programs
 
 import experiments.convert
-import experiments.evaluate
-import experiments.generate
-import experiments.prepare
-import experiments.train
 from experiments.convert import Hf, prove
 from jaxdist.checkpoint import safetensors, weights
 from jaxdist.checkpoint.checkpoints import Checkpoints

@@ -276,12 +276,7 @@ def test_adapters_begin_at_their_base():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_low_rank_weight_is_its_sum_wherever_an_array_is_asked_for():
-    with jax.enable_x64(True):
-        require_low_rank_weight()
-
-
-def require_low_rank_weight() -> None:
+def test_a_low_rank_weight_is_its_sum_wherever_an_array_is_asked_for(x64):
     rng = np.random.default_rng(0)
     w, a, b = (jnp.asarray(rng.normal(size=shape), jnp.float64) for shape in ((6, 4, 2), (6, 3), (3, 4, 2)))
     weight = LowRank(w, a, b, 0.5)

@@ -14,14 +14,6 @@ import tyro
 from llama import Llama
 from support.programs import run
 
-import experiments.bench.__main__
-import experiments.convert
-import experiments.evaluate
-import experiments.generate
-import experiments.plan
-import experiments.report
-import experiments.train
-import experiments.verify
 from experiments.cli import flags_of
 from experiments.train import TrainFlags
 from jaxdist import console
@@ -33,16 +25,6 @@ from jaxdist.models.registry import ModelFlags, find_model, source_digest, sourc
 from jaxdist.strategy import ParallelConfig
 
 MODELS = Path(__file__).resolve().parents[1] / "support" / "models"
-PROGRAMS = {
-    "train": (TrainFlags, experiments.train.main),
-    "verify": (experiments.verify.VerifyFlags, experiments.verify.main),
-    "plan": (experiments.plan.PlanFlags, experiments.plan.main),
-    "bench": (experiments.bench.__main__.BenchFlags, experiments.bench.__main__.main),
-    "convert": (experiments.convert.Hf | experiments.convert.Ours, experiments.convert.main),
-    "evaluate": (experiments.evaluate.EvaluateFlags, experiments.evaluate.main),
-    "generate": (experiments.generate.GenerateFlags, experiments.generate.main),
-    "report": (experiments.report.ReportFlags, experiments.report.main),
-}
 MODEL = """
 from dataclasses import dataclass
 from llama import Llama

@@ -1,7 +1,5 @@
 """The hand-written collectives equal the native ones, forward and backward, and send what the closed forms predict."""
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -228,8 +226,3 @@ def test_reference_numbers():
     assert collective_cost("tree_all_reduce", 8, 28e9) == CollectiveCost(6, 6 * 28e9)
     assert collective_cost("all_to_all", 8, 28e9) == CollectiveCost(7, 7 / 8 * 28e9)
     assert ring.seconds(1e-3, 25e9) == pytest.approx(1.96 + 14e-3)
-
-
-def test_cost_does_not_import_jax():
-    code = "import sys, jaxdist.plan.collective_cost; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

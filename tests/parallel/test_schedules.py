@@ -171,13 +171,6 @@ def test_gpipe_and_1f1b(num_stages, num_microbatches):
     assert in_flight(make_schedule("gpipe", num_stages, num_microbatches)) == [num_microbatches] * num_stages
 
 
-def test_published_bubbles():
-    assert make_schedule("1f1b", 4, 16).num_ticks == 57
-    for sizes, percent in {(4, 4): 42.9, (4, 8): 27.3, (4, 16): 15.8, (8, 32): 17.9}.items():
-        assert round(100 * simulate(make_schedule("1f1b", *sizes)).idle_share, 1) == percent
-    assert round(100 * simulate(make_schedule("interleaved", 4, 8, 2)).idle_share, 1) == 15.8
-
-
 @checked
 @given(STAGES, st.integers(1, 4), CHUNKS)
 def test_interleaved(num_stages, rounds, num_chunks):

@@ -35,7 +35,6 @@ import json, sys
 import jax
 import experiments.train as train
 from experiments.cli import run_program
-from experiments.warden import Guarded
 from jaxdist.data.batches import Batches
 
 seen, read = set(), Batches._read

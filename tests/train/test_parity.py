@@ -16,6 +16,7 @@ from jaxdist.checkpoint.logical import fetch, to_logical
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.mesh import make_mesh, parse_mesh
+from jaxdist.models.context import Context
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.parallel.dropout import dropout
 from jaxdist.parity import observe, one_device
@@ -174,14 +175,15 @@ def test_dropout_is_the_same_function_of_the_token_on_every_mesh_and_differs_by_
 
 
 def test_dropout_keeps_the_right_share_and_the_mean():
-    x = np.asarray(dropout(jnp.ones((64, 16, 32)), 0.3, jax.random.key(0), jnp.arange(64), jnp.arange(16)))
-    assert abs((x == 0).mean() - 0.3) < 0.01
-    assert abs(x.mean() - 1) < 0.01
+    x = np.asarray(dropout(jnp.full((64, 16, 32), 3.0), 0.25, jax.random.key(0), jnp.arange(64), jnp.arange(16)))
+    assert set(np.unique(x)) == {0.0, 4.0}
+    assert abs((x == 0).mean() - 0.25) < 0.01
     assert not np.array_equal(x[0], x[1])
     assert not np.array_equal(x[:, 0], x[:, 1])
     np.testing.assert_array_equal(
-        x[5:7, 3:4], dropout(jnp.ones((2, 1, 32)), 0.3, jax.random.key(0), jnp.arange(5, 7), jnp.arange(3, 4))
+        x[5:7, 3:4], dropout(jnp.full((2, 1, 32), 3.0), 0.25, jax.random.key(0), jnp.arange(5, 7), jnp.arange(3, 4))
     )
+    assert Context().dropout_heads(x, 0.25) is x  # an evaluation
 
 
 def test_the_plain_step_of_the_benchmark_is_the_same_training():

@@ -14,9 +14,7 @@ from experiments.strategies import BY_NAME, Strategy
 from jaxdist.checkpoint.logical import logical_parameters
 from jaxdist.data.batches import random_batches
 from jaxdist.mesh import MeshShape, make_mesh
-from jaxdist.models.context import Context
 from jaxdist.parallel.chunked_loss import cross_entropy_in_chunks
-from jaxdist.parallel.dropout import dropout
 from jaxdist.parity import compare, observe, one_device
 from jaxdist.plan.proof.trace import equations
 from jaxdist.strategy import PrecisionConfig
@@ -143,14 +141,6 @@ def test_gradients_keep_the_precision_of_the_reduction(mesh, parallel):
 def test_float64_needs_jax_to_be_told():
     with pytest.raises(ValueError, match="jax_enable_x64"):
         program_of(BY_NAME["dp2-tp2-fp64"])
-
-
-def test_what_dropout_keeps_is_scaled_by_its_share():
-    x = jnp.full((64, 64), 3.0)
-    found = dropout(x, 0.25, jax.random.key(0), jnp.arange(64))
-    assert set(np.unique(found)) == {0.0, 4.0}
-    assert (found == 0).mean() == pytest.approx(0.25, abs=0.03)
-    assert Context().dropout_heads(x, 0.25) is x  # an evaluation
 
 
 def test_the_loss_in_chunks_keeps_what_float16_would_lose_of_its_gradient():
