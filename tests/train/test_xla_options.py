@@ -33,7 +33,11 @@ def test_sets_are_for_gpus_and_depend_on_whether_there_are_several():
     assert one == options_in("stable", 1) == options_in("stable", 8) and one.items() <= several.items()
     assert "xla_gpu_enable_latency_hiding_scheduler" in several.keys() - one.keys()
     assert step_options(config_of("fast"), "gpu") == one and step_options(config_of("fast"), "cpu") == {}
-    assert step_options(config_of("fast", "dp=4,tp=2"), "gpu") == several
+    if any(refused_option(name, value) for name, value in several.items()):  # by a newer jaxlib than the table knows
+        with pytest.raises(ConfigError):
+            step_options(config_of("fast", "dp=4,tp=2"), "gpu")
+    else:
+        assert step_options(config_of("fast", "dp=4,tp=2"), "gpu") == several
 
 
 def test_an_option_that_this_jaxlib_refuses_is_named(monkeypatch):
