@@ -52,8 +52,9 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
     prefetch: int = 2
     """Batches that are read and sent to the devices ahead, while a step computes."""
     out: str | None = None
-    """Folder of the run: run.toml (for --config), config.json, metrics.jsonl, checkpoints/ and at the end summary.json
-    (stopped.json where it was stopped before). The same command continues the run from its newest checkpoint."""
+    """Folder of the run: run.toml (for --config), config.json, metrics.jsonl, checkpoints/, on GPUs tuned/, and at the
+    end summary.json (stopped.json where it was stopped before). The same command continues the run from its newest
+    checkpoint."""
     checkpoint_every: int | None = None
     """Steps between checkpoints. One is made at the end and where the run is stopped in any case."""
     keep_last: int | None = 3

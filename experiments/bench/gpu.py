@@ -45,7 +45,7 @@ class GpuFlags:
     """Folder for gpu.json and gpu.md; those of an earlier run are replaced."""
     only: tuple[str, ...] = ()
     """Sections whose name starts with one of these; default all."""
-    time_limit_minutes: float = 8.0
+    time_limit_minutes: float = 15.0
     """A section starts only if enough of this is left, and none runs beyond it."""
 
 
@@ -83,7 +83,7 @@ def plan_sections(flags: GpuFlags, num_gpus: int = 1) -> list[Section]:
 
     whole = "step --no-phases"
     experts = step("qwen3-30b-a3b", 1, "--seq-len 4096")
-    adapters = step("llama3-8b", 2, "--seq-len 4096 --lora 16 --unroll-layers no")
+    adapters = step("llama3-8b", 1, "--seq-len 2048 --lora 16 --unroll-layers no")
     mesh = f"--device gpu --mesh dp={num_gpus}" if num_gpus > 1 else "--device cpu --mesh dp=4"
     sections = [
         Section("step gpt2-124m", f"{whole} {step('gpt2-124m')}", 60, 150),

@@ -23,7 +23,7 @@ from jaxdist.plan.search import (
     score,
     usable_bytes,
 )
-from jaxdist.plan.time_model import Efficiency
+from jaxdist.plan.time_model import Efficiency, efficiency_of
 from jaxdist.strategy import TP_RINGS, ParallelConfig
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -75,7 +75,7 @@ def explain(found: Scored, order: np.ndarray, attention: str, efficiency: Effici
         *context_parallel(found, best, order),
         *experts(found, best, order, attention, efficiency),
         close_by(found),
-        error_bar(found, best),
+        error_bar(found, best, efficiency),
     ]
     links = {axis: link for axis, link in found.cluster.links_of(**_sizes(layouts, best)).items() if link != "none"}
     if links:
@@ -295,11 +295,12 @@ def pipeline(found: Scored, best: int) -> list[str]:
     ]
 
 
-def error_bar(found: Scored, index: int) -> str:
+def error_bar(found: Scored, index: int, efficiency: Efficiency) -> str:
     total, error = float(found.time.total[index]), float(found.time.error[index])
     hardware = found.cluster.hardware
     guessed = "" if hardware.calibrated else ", and none of any program: its efficiencies are guesses"
-    known = hardware.measured or f"no run of this program on this hardware has been calibrated{guessed}"
+    measured = hardware.measured if efficiency == efficiency_of(hardware.name) else ""
+    known = measured or f"no run of this program on this hardware has been calibrated{guessed}"
     low = f"{seconds(total * (1 - error))} to" if error < 1 else "at most"
     return (
         f"Predicted, not measured: {seconds(total)} ± {error:.0%}, so {low} "

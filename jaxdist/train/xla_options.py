@@ -86,7 +86,7 @@ GPU_OPTIONS = (
         "xla_gpu_experimental_gemm_fusion_v2",
         True,
         "elementwise work becomes part of the products that read its result",
-        known="slower on a card than the same work by itself, and errors of XLA 0.10.2 (docs/benchmarks.md)",
+        known="slower on an H100 (docs/benchmarks.md); XLA 0.10.2 may end with an error",
         accepted=("0.10.2", "0.11.2"),
     ),
     Option("xla_gpu_enable_command_buffer", "", "no CUDA graphs: every kernel is a launch"),
