@@ -305,6 +305,22 @@ def grids(parts: Mapping[str, Sequence[Cell]], names: Mapping[str, Sequence[str]
     return svg(drawn, height + BOTTOM, about)
 
 
+def holdings(rows: Mapping[str, np.ndarray], about: str) -> str:
+    """What each rank has: shares[ranks, pieces] by name. A column is a piece, in its colour as far as a rank has it."""
+    left, pitch, tall = 14 + 6 * max(map(len, rows)), 32, 22
+    num_ranks = max(len(shares) for shares in rows.values())
+    box = (WIDTH - left) / num_ranks
+    drawn = [label(left + box * (rank + 0.5), 14, f"rank {rank}") for rank in range(num_ranks)]
+    for number, (name, shares) in enumerate(rows.items(), 1):
+        bottom, wide = TOP + pitch * number - 6, (box - 8) / shares.shape[1]
+        drawn.append(label(6, bottom - 7, name, "start", ""))
+        for (rank, piece), share in np.ndenumerate(shares):
+            x = left + box * rank + 4 + wide * piece
+            drawn.append(rect(x, bottom - tall, wide - 1, tall, "var(--line)"))
+            drawn.append(rect(x, bottom - tall * share, wide - 1, tall * share, colour(piece)))
+    return svg(drawn, TOP + pitch * len(rows), about)
+
+
 def standalone(picture: str, title: str, names: Sequence[str] = ()) -> str:
     """A chart as a file of its own, in the colours of light paper: its title above, a legend of its series below."""
     width, height = map(float, re.findall(r'viewBox="0 0 (\d+) (\d+)"', picture)[0])

@@ -15,6 +15,7 @@ import math
 import subprocess
 import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +32,7 @@ from jaxdist.runtime.devices import acquire_devices
 from ..cli import make_folder, run_program
 from ..tables import Rows
 from . import COURSE, find_lab, pages
-from .lab import Lab, Result
+from .lab import Check, Lab, Result
 from .notebooks import write_notebooks
 from .pages import Question
 
@@ -165,12 +166,12 @@ def show(result: Result, questions: dict[str, Question], console: Console) -> No
         console.print(Text(title, "italic"))
         rows.print(console, left=table.words)
         console.print()
-    show_checks(result, console)
+    show_checks(result.checks, console)
 
 
-def show_checks(result: Result, console: Console) -> None:
+def show_checks(checks: Sequence[Check], console: Console) -> None:
     table = Rows("check", "found", "expected", "")
-    for check in result.checks:
+    for check in checks:
         table.add_row(check.name, check.found, check.expected, "ok" if check.ok else "RED")
     table.print(
         console, left={"found", "expected", ""}, under={"found", "expected"}, styles={"ok": "green", "RED": "bold red"}
@@ -194,7 +195,9 @@ def run_broken(lab: Lab, name: str, removed: str, console: Console) -> int:
     console.print(Text(f"broken on purpose: {removed or name}\n", "bold"))
     with console.status("running"):
         result = lab.run(name)
-    show_checks(result, console)
+    red = [check for check in result.checks if not check.ok]
+    show_checks(red, console)
+    console.print(f"{len(red)} of {len(result.checks)} checks are red; the others passed.")
     wrong = wrongly_red(lab, name, result)
     console.print(Text("\n" + (wrong or "red where it should be, and nowhere else"), "bold red" if wrong else "green"))
     return 1 if wrong else 0
@@ -214,7 +217,8 @@ def fill_page(lab: Lab, result: Result, folder: Path, console: Console) -> bool:
         written = pages.draw(lab, result, folder / pages.DRAWN)
         if page.exists():
             text = page.read_text(encoding="utf-8")
-            new = pages.filled(text, pages.blocks_of(lab, result, broken), result.guesses)
+            blocks = pages.blocks_of(lab, result, broken) | pages.code_on(lab, text)
+            new = pages.filled(text, blocks, result.guesses)
             write_whole(page, new.encode())
             written.append(page)
     except OSError as error:

@@ -114,6 +114,7 @@ def run(broken: str | None) -> Findings:
     yield table("contributions", f"after step | {ranks}", contributions(4))
     yield table("counted", "algorithm | steps | bytes sent / S {:.2f} | formula", counts)
     yield table("processes", "message | median, µs {:,.0f} | fitted, µs {:,.0f}", measured, clocked=True)
+    yield Picture("ranks", draw_ranks)
     yield Picture("time", draw_time)
     yield Guesses(
         eight=1.75,
@@ -196,6 +197,14 @@ def least_squares(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def kib(size: float) -> str:
     return f"{size / 1024:,.0f} KiB" if size < 2**20 else f"{size / 2**20:,.0f} MiB"
+
+
+def draw_ranks():
+    """Run on ones: a chunk's number says how many ranks are in it."""
+    names = {0: "at first", 3: "after 3 steps", 6: "after 6 steps"}
+    chunks = {steps: on_ranks(partial(ring, axis="dp", num_steps=steps), 4)(np.ones((4, 4))) for steps in names}
+    rows = {name: np.asarray(chunks[steps]) / 4 for steps, name in names.items()}
+    return drawing.holdings("A chunk's column is as tall as ranks are in its sum", rows)
 
 
 def draw_time():

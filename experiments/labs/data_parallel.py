@@ -181,6 +181,14 @@ def run(broken: str | None) -> Findings:
     yield table("splits", f"{cut} | batch | relative difference of the gradient {{:.0e}}", split_rows)
     yield table("sent", f"ranks | sequences a rank | {formula}", sent_rows)
     yield table("batch", f"sequences in a batch | updates | {rates}", batches)
+    yield Picture("ranks", draw_ranks)
     yield Picture("batch", lambda: drawing.lines(title, x, "loss, nats a token", curves, log_x=True))
     guesses = {"sent": 2 * 3 / 4 * 4 * num_parameters, "global": 64 * 4 * 8}
     yield Guesses(guesses, means=3.5, large=2 * 255 / 256 * 14)
+
+
+def draw_ranks():
+    own = np.eye(4)
+    summed = on_mesh("dp=4", partial(all_reduce, axes="dp"), P("dp"), P())(own)
+    rows = {"parameters": np.ones((4, 1)), "rows of the batch": own, "gradient, from": own}
+    return drawing.holdings("A colour is a quarter of the batch", rows | {"sum, from": np.tile(summed, (4, 1))})

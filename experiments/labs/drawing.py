@@ -39,6 +39,10 @@ def grids(title: str, parts: Mapping[str, Sequence[Cell]], names: Mapping[str, S
     return charts.standalone(charts.grids(parts, names, x, title), title)
 
 
+def holdings(title: str, rows: Mapping[str, np.ndarray]) -> str:
+    return charts.standalone(charts.holdings(rows, title), title)
+
+
 def stacks(title: str, x: str, names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> str:
     """A horizontal bar for each of `names`, the first on top, of its parts in order."""
     rows = [{part: widths[at] for part, widths in parts.items()} for at in range(len(names))]

@@ -8,7 +8,16 @@ from jaxdist.files import write_whole
 
 from .pages import BLOCK, DRAWN
 
-REPOSITORY = "https://github.com/jaxdist/jaxdist/blob/main/"
+SOURCE = "https://github.com/jaxdist/jaxdist"
+REPOSITORY = f"{SOURCE}/blob/main/"
+INSTALL = f"""```python
+import importlib.util
+
+if importlib.util.find_spec("jaxdist") is None:
+    %pip install -q "jaxdist @ git+{SOURCE}"
+```
+
+"""
 # Without it jupytext takes the language of most cells, the shell, for the notebook's.
 HEADER = """---
 jupyter:
@@ -33,7 +42,8 @@ def write_notebooks(pages: Path, folder: Path, names: list[str]) -> list[Path]:
 
 
 def notebook(page: str) -> str:
-    """A page as the text of an .ipynb file: its commands are cells, started as an installed package starts them.
+    """A page as the text of an .ipynb file: its commands are cells, started as an installed package starts them. The
+    first cell installs it where it is not.
 
     Tables that a command prints are left out, so that the reader makes them; links lead to the repository.
     """
@@ -45,6 +55,6 @@ def notebook(page: str) -> str:
     text = re.sub(r"\]\(\.\./\.\./([^)]*)\)", rf"]({REPOSITORY}\1)", text)
     text = re.sub(r"\]\(\.\./([^)]*)\)", rf"]({REPOSITORY}docs/\1)", text)
     text = re.sub(r"\]\((?!https?:|#)([\w-]+)\.md", r"](\1.ipynb", text)
-    made = jupytext.reads(HEADER + text, fmt="md")
+    made = jupytext.reads(HEADER + INSTALL + text, fmt="md")
     made.cells = [cell for cell in made.cells if cell.source.strip()]
     return jupytext.writes(made, fmt="ipynb")

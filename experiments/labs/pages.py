@@ -7,6 +7,7 @@ Blocks of Markdown between `<!-- lab: KIND NAME -->` and `<!-- end -->` are repl
 | `question` | the lab's question, in bold |
 | `table NAME` | a table of the run |
 | `break NAME` | checks that are red, with and without the thing that was removed |
+| `code NAME` | a function or class of the lab, or of another module, `a.module.NAME` |
 | `next` | tasks of the lab that `grade` judges, and the lab that follows |
 | `course` | in `index.md`: every lab with its question and tasks |
 
@@ -14,6 +15,8 @@ In `<details class="guess">`, a question whose answer is folded away, only the n
 to guess in.
 """
 
+import ast
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ from . import COURSE, find_lab
 from .lab import Lab, Result, Table, shown
 from .tasks import TASKS
 
-BLOCK = re.compile(r"(<!-- lab: ([a-z]+)(?: ([\w-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- lab: ([a-z]+)(?: ([\w.-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 GUESS = re.compile(
     r'<details class="guess" data-answer="(?P<answer>[^"]*)" data-within="(?P<within>[^"]*)">\s*'
     r"<summary>(?P<question>.*?) \((?P<unit>[^()]*); <code>(?P<key>[\w-]+)</code>\)</summary>\s*"
@@ -119,6 +122,23 @@ def blocks_of(lab: Lab, whole: Result, broken: Mapping[str, Result]) -> dict[tup
         ("table", table.name): table_text(table) for table in whole.tables
     }
     return blocks | {("break", name): break_text(whole, result) for name, result in broken.items()}
+
+
+def code_on(lab: Lab, page: str) -> dict[tuple[str, str], str]:
+    """(kind, name) -> Markdown of the code that the page shows, as it is in the source now."""
+    names = [found[3] for found in BLOCK.finditer(page) if found[2] == "code"]
+    return {("code", name): f"```py\n{source_of(lab, name)}\n```" for name in names}
+
+
+def source_of(lab: Lab, name: str) -> str:
+    """The text of a function or class with its decorators. Raises: StopIteration where the module has none such."""
+    module, _, short = name.rpartition(".")
+    path = importlib.util.find_spec(module or f"{__package__}.{lab.name.replace('-', '_')}").origin
+    text = Path(path).read_text(encoding="utf-8")
+    defined = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    node = next(node for node in defined if node.name == short)
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
 
 
 def tasks_of(lab: Lab) -> str:

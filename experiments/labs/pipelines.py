@@ -281,6 +281,7 @@ def run(broken: str | None) -> Findings:
     cells = [[s, *[f"{a.phase.name}{a.microbatch}" if (a := row[s]) else "·" for row in mine.table]] for s in range(2)]
     ticks = " | ".join(str(tick) for tick in range(mine.num_ticks))
     yield table("mine", f"stage | {ticks}", cells)
+    yield Picture("ranks", draw_ranks)
     ms = (4, 8, 16, 32, 64)
     shares = {name: (ms, [100 * idle_share(name, STAGES, m) for m in ms]) for name in CHUNKS if name != "gpipe"}
     title = "Idle share of 4 stages (from the tables)"
@@ -300,3 +301,12 @@ def run(broken: str | None) -> Findings:
 
 def idle_share(name: str, p: int, m: int) -> float:
     return simulate(make_schedule(name, p, m)).idle_share
+
+
+def draw_ranks() -> str:
+    rows = {name: np.zeros((STAGES, 2 * STAGES)) for name in ("1f1b", "interleaved", "zb-v")}
+    for name, layers in rows.items():
+        schedule = make_schedule(name, STAGES, MICROBATCHES)
+        for part, held in enumerate(np.array_split(np.arange(2 * STAGES), schedule.num_parts)):
+            layers[schedule.place(part)[0], held] = 1
+    return drawing.holdings("A colour is one of eight layers", rows)

@@ -226,6 +226,7 @@ def run(broken: str | None) -> Findings:
         return
     for part in (paper_table, our_table, our_step):
         yield from part()
+    yield Picture("ranks", draw_ranks)
     yield Picture("gpt3", draw_gpt3)
     whole = paper(8, False, True)
     yield Guesses(
@@ -234,6 +235,19 @@ def run(broken: str | None) -> Findings:
         long=34 * 8192 * 8192 / 8 * 80 / 1e9,
         without=(10 + 24 / 8) * 8192 * 8192 * 80 / 1e9,
         limit=4 * 1024 + 16,
+    )
+
+
+def draw_ranks():
+    def body(own_BTD):
+        whole_BTD = enter(own_BTD, sp=True)
+        return [x.sum(1) for x in (own_BTD, whole_BTD, whole_BTD / TP, leave(whole_BTD / TP, sp=True))]
+
+    names = ("between layers", "gathered", "product, a part", "summed, scattered")
+    own = np.eye(TP)[:, None]  # each rank's token has a number of its own
+    found = on_mesh(MESH, body, P("tp"), P("tp"))(own)
+    return drawing.holdings(
+        "A colour is a quarter of the tokens", dict(zip(names, map(np.asarray, found), strict=True))
     )
 
 

@@ -286,6 +286,7 @@ def run(broken: str | None) -> Findings:
         yield from losses()
     yield from data_or_tensor()
     yield from large_enough()
+    yield Picture("ranks", draw_ranks)
     cells = [Cell(int(row), int(column), "yes", 0) for row, column in np.argwhere(apart > 0)]
     heads, title = [str(head) for head in range(HEADS)], "Does head i use head j's columns? (computed)"
     rows = "output of head"
@@ -298,3 +299,12 @@ def run(broken: str | None) -> Findings:
         slow=smallest_width(8, H100.between),
         loss=128_256 / 6,
     )
+
+
+def draw_ranks():
+    own = np.eye(TP)[:, None]  # what is made of a rank's columns of the hidden layer
+    summed = on_mesh(MESH, partial(leave, sp=False), P("tp"), P())(own)[:, 0]
+    rows = {"x": np.ones((TP, 1))} | dict.fromkeys(
+        ("up, columns", "hidden layer", "down, rows", "product, from"), own[:, 0]
+    )
+    return drawing.holdings("A colour is a quarter of the hidden layer", rows | {"sum, from": np.tile(summed, (TP, 1))})

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.parallel import all_to_all
 from jaxdist.parallel.muon import COLUMNS, Matrix, Way, flops, messages, orthogonalize
 from jaxdist.plan.proof.trace import sent_among
 
@@ -160,6 +161,7 @@ def run(broken: str | None) -> Findings:
     results = [[kind, trained(kind)[0], *last(kind)] for kind in ("Adam", "Muon", "shard", "fused", "local-scale")]
     seeds = " | ".join(f"seed {seed} {{:.4f}}" for seed in SEEDS)
     yield table("training", f"optimiser | best rate {{:.3f}} | {seeds}", results)
+    yield Picture("ranks", draw_ranks)
     yield Picture("losses", losses_picture)
     gram = UP_8B[1] ** 2
     yield Guesses(
@@ -190,3 +192,15 @@ def losses_picture() -> str:
     }
     title = "Loss, mean of three seeds; below it the text's entropy"
     return drawing.lines(title, "step", "nats a token", curves, marks=False, level=tiny.source()[1])
+
+
+def draw_ranks() -> str:
+    def body(columns_LND):
+        whole_LND = all_to_all(columns_LND, "tp", 0, 1)
+        found = (columns_LND, whole_LND, all_to_all(whole_LND, "tp", 1, 0))
+        return [x.sum((0, 1))[None] / TP for x in found]
+
+    own = np.repeat(np.eye(TP)[:, None], TP, 1)  # a quarter of the columns of four matrices, each with a number
+    found = on_mesh(f"tp={TP}", body, P(None, "tp"), P("tp"))(own)
+    names = ("split by columns", "exchanged", "sent back")
+    return drawing.holdings("A colour is a matrix", dict(zip(names, map(np.asarray, found), strict=True)))

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.mesh import parse_mesh
 from jaxdist.models.base import Model, num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_gather, all_reduce, rank, reduce_scatter, size, varying
@@ -268,6 +269,7 @@ def run(broken: str | None) -> Findings:
         yield equal(f"{name}: the library's count", library, total, unit="GB", within=1e-12)
     sizes = [[n, *[sum(held(7.5e9, n, stage)) / 1e9 for stage in range(4)]] for n in (1, 4, 16, 64, 256, 1024)]
     yield table("papers", "devices | " + " | ".join(f"{name} {{:,.1f}}" for name in NAMES), sizes)
+    yield Picture("ranks", draw_ranks)
     yield Picture("held", draw_held)
     yield Guesses(
         one=sum(held(7.5e9, 64, 1)) / 1e9,
@@ -276,6 +278,16 @@ def run(broken: str | None) -> Findings:
         hybrid=2 * 7 / 8 * 70e9 / 8 * 4 / 1e9,
         plain=63 / 64 * 70e9 * (4 + 2 + 2) / 1e9,
     )
+
+
+def draw_ranks():
+    rows = {}
+    for stage, name in enumerate(NAMES):
+        layout = make_layout(MODEL, ParallelConfig(parse_mesh("dp=4"), zero=stage))
+        sharded = (layout.params_sharded, layout.grads_sharded, layout.sharded)
+        for array, split in zip(("weights", "gradients", "optimiser"), sharded, strict=True):
+            rows[f"{name}: {array}"] = np.eye(4) if split else np.ones((4, 4))
+    return drawing.holdings("A colour is a quarter of the parameters", rows)
 
 
 def draw_held():
