@@ -33,6 +33,7 @@ COURSE = (
     "design",
     "reading",
     "whole-run",
+    "own-layout",
 )
 
 
