@@ -15,8 +15,9 @@ from jaxdist.plan.proof.compile import emitted_bytes, emitted_collectives
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.verification import Report, verify
 
+from . import drawing
 from .exchanges import enter_without_sum, on_mesh
-from .lab import Findings, Guesses, at_most, equal, holds, lab, table
+from .lab import Findings, Guesses, Picture, at_most, equal, holds, lab, table
 
 MESH, LAYERS, B, D, F, LR = "dp=2,tp=4", 2, 64, 128, 512, 0.1
 
@@ -126,17 +127,32 @@ def proof(run: Callable) -> Report:
         return verify(run, reference, arrays())
 
 
+def automatic_mesh(mesh: str = MESH) -> Mesh:
+    shape = parse_mesh(mesh)
+    devices = make_mesh(shape, acquire_devices(shape.num_devices, "cpu").devices[: shape.num_devices])
+    return Mesh(devices.devices, devices.axis_names, axis_types=(AxisType.Auto,) * devices.devices.ndim)
+
+
+def draw_ranks() -> str:
+    rows = {}
+    for layout, (_, specs) in LAYOUTS.items():
+        for name, spec in specs.items():
+            held = rows[f"{layout}: {name}"] = np.zeros((4, 4))
+            placed = NamedSharding(automatic_mesh("dp=2,tp=2"), spec).devices_indices_map((2, 2))
+            for number, index in enumerate(placed.values()):
+                held[number].reshape(2, 2)[index] = 1
+    return drawing.holdings("A colour is a quarter of the matrix, on dp=2,tp=2", rows)
+
+
 def automatic_bytes(specs: dict) -> int:
     """What a device sends if the compiler finds the messages of `reference`, given where its arrays are; float64."""
-    shape = parse_mesh(MESH)
-    devices = make_mesh(shape, acquire_devices(shape.num_devices, "cpu").devices[: shape.num_devices])
-    auto = Mesh(devices.devices, devices.axis_names, axis_types=(AxisType.Auto,) * devices.devices.ndim)
+    auto = automatic_mesh()
     layers = [{name: NamedSharding(auto, spec) for name, spec in specs.items()}] * LAYERS
     rows, whole = (NamedSharding(auto, spec) for spec in (P("dp"), P()))
     run = jax.jit(reference, in_shardings=(layers, (rows, rows)), out_shardings=(layers, whole))
     with jax.enable_x64(True):
         text = run.lower(*arrays()).compile().as_text()
-    return emitted_bytes(emitted_collectives(text, shape), shape)
+    return emitted_bytes(emitted_collectives(text, parse_mesh(MESH)), parse_mesh(MESH))
 
 
 def sent_by_formula(name: str) -> float:
@@ -177,6 +193,7 @@ def run(broken: str | None) -> Findings:
     rows = [[name, sent[name], automatic[name], ratios[name]] for name in LAYOUTS]
     columns = "layout | bytes sent, yours {:,} | automatic sharding {:,} | times {:.2f}"
     yield table("sent", columns, rows)
+    yield Picture("ranks", draw_ranks)
     yield Guesses(
         sharded=sent[SHARDED] / sent[MEGATRON],
         automatic=ratios[SHARDED],
