@@ -165,11 +165,10 @@ class PlanFlags(CommonFlags, FileFlags):
             "schedule": {word: {"schedule": i} for i, word in enumerate(NAMES)},
             "cp_kind": {word: {"kind": i} for i, word in enumerate(CP_KINDS)},
             "tp_ring": {word: {"ring": i} for i, word in enumerate(TP_RINGS)},
+            "experts_over_tp": {False: {"over_tp": 0}, True: {"over_tp": 1}},
             "stages": {"even": {"last": 0}},
             "reshard_after_forward": {True: {"keep": 0}, False: {"keep": 1}},
         }
-        if name == "experts_over_tp":
-            raise ConfigError(asked, "must come with a whole --mesh: a search does not choose it", "Leave it out")
         if name not in known:
             return {name: int(value)}
         if words[0] in ("every", "last") and words[2].isdigit():

@@ -77,6 +77,7 @@ def row_layout(found: Scored, index: int) -> dict:
         "keep": bool(layouts.keep[index]),
         "sp": bool(layouts.sp[index]),
         "tp_ring": TP_RINGS[layouts.ring[index]],
+        "experts_over_tp": bool(layouts.over_tp[index]),
         "loss_chunks": int(layouts.loss_chunks[index]),
         "cp_kind": layouts.cp_kind(index, base) if layouts.cp[index] > 1 else None,
         "overlap": bool(layouts.overlap[index]),
@@ -187,8 +188,8 @@ def assumptions(question: Question) -> list[str]:
         "B takes two ticks' time. The F of the last part includes the head.",
         "Memory: closed form of this program, the same on every device; docs/plan.md has its errors. A tenth of a "
         "device is left for the driver, communication buffers and fragmentation; full is of the rest, ! above 95 %. k: "
-        "ZeRO-3 keeps its weights after forward; rings: sp with --tp-ring. Micro-batch: sequences × number in an "
-        "update on one data rank.",
+        "ZeRO-3 keeps its weights after forward; rings: sp with --tp-ring; experts: over tp. Micro-batch: sequences × "
+        "number in an update on one data rank.",
     ]
 
 
@@ -261,7 +262,7 @@ def columns_of(rows: list[dict]) -> dict[str, list[str]]:
     } | {
         "mesh": [row["mesh"] for row in rows],
         "ZeRO": [f"{row['zero']}{'k' * row['keep']}" for row in rows],
-        "sp": ["" if not row["sp"] else "yes" if row["tp_ring"] == "none" else "rings" for row in rows],
+        "sp": [sp_words(row) for row in rows],
         "cp kind": [row["cp_kind"] or "" for row in rows],
         "overlap": ["yes" if row["overlap"] else "" for row in rows],
         "remat": [shorten(row["remat"]) if row["remat"] != "none" else "" for row in rows],
@@ -284,6 +285,11 @@ def columns_of(rows: list[dict]) -> dict[str, list[str]]:
     return columns
 
 
+def sp_words(row: dict) -> str:
+    what = ["rings"] * (row["tp_ring"] != "none") + ["experts"] * row["experts_over_tp"]
+    return (", ".join(what) or "yes") if row["sp"] else ""
+
+
 def also_words(row: dict) -> str:
     """ "2×8, 4×4 (+1%)": the other ways to divide the data ranks of a row, and by how much the slowest is slower."""
     if not row["also"]:
@@ -297,7 +303,8 @@ def layout_words(row: dict) -> str:
     """A layout in a few words."""
     words = [row["mesh"], *([row["cp_kind"]] if row["cp_kind"] else [])]
     words += [f"ZeRO-{row['zero']}"] * (row["zero"] > 0) + ["sp"] * row["sp"]
-    words += [f"{row['tp_ring']} rings"] * (row["tp_ring"] != "none") + ["overlap"] * row["overlap"]
+    words += [f"{row['tp_ring']} rings"] * (row["tp_ring"] != "none") + ["experts over tp"] * row["experts_over_tp"]
+    words += ["overlap"] * row["overlap"]
     words += [f"remat {shorten(row['remat'])}"] * (row["remat"] != "none")
     words += [pipeline_words(row)] * (row["schedule"] is not None)
     words += [f"loss in {row['loss_chunks']} chunks"] * (row["loss_chunks"] > 1)

@@ -417,7 +417,7 @@ def layout_flags(found: Scored, index: int) -> str:
     words += ["--overlap"] * int(c.overlap[index])
     words += [f"--loss-chunks {c.loss_chunks[index]}"] * int(c.loss_chunks[index] > 1)
     words += ["--no-reshard-after-forward"] * int(c.keep[index])
-    words += ["--experts-over-tp"] * int(c.experts_over_tp(found.base.parallel)[index])
+    words += ["--experts-over-tp"] * int(c.over_tp[index])
     if c.pp[index] > 1:
         schedule = c.schedule_name(index, found.base.parallel)
         words += [f"--schedule {schedule} --microbatches {c.microbatches[index]}"]

@@ -156,7 +156,7 @@ def matrix_work(config: RunConfig, layouts, num_rows) -> MatrixWork:
     c = layouts
     if config.optimizer.name != "muon":
         return MatrixWork(0.0, 0.0, 0.0, 0.0)
-    ways = c.replica, c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1), c.experts_over_tp(config.parallel)
+    ways = c.replica, c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1), c.over_tp
     kinds, index = distinct(*ways, c.zero > 0, np.broadcast_to(num_rows, len(c.pp)).astype(int))
     found = np.array([_matrix_work(config.model, *kind) for kind in kinds], float)[index].T
     wide = ITEMSIZE[config.precision.master_dtype]
@@ -223,8 +223,7 @@ def layer_columns(config: RunConfig, layouts, attention: str) -> LayerColumns:
 def ranks_of(config: RunConfig, layouts, attention: str) -> tuple[list[OneRank], np.ndarray]:
     """The ways to run a layer (tp, cp and its kind, ep, sp, rings, chunks of the loss, what is repeated), and
     for every layout which it has."""
-    over_tp = layouts.experts_over_tp(config.parallel)
-    ways = layouts.tp, layouts.cp, layouts.kind, layouts.ep, layouts.sp == 1, layouts.selective == 1, over_tp
+    ways = layouts.tp, layouts.cp, layouts.kind, layouts.ep, layouts.sp == 1, layouts.selective == 1, layouts.over_tp
     kinds, index = distinct(*ways, layouts.ring, layouts.loss_chunks, layouts.repeats)
     ranks = []
     for number, (tp, cp, _, ep, sp, selective, over, ring, loss_chunks, _) in enumerate(kinds):
@@ -351,8 +350,7 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     model, precision = config.model, config.precision
     itemsize, wide, summed = (ITEMSIZE[x] for x in (precision.dtype, precision.master_dtype, precision.reduction_dtype))
     c = layouts
-    over_tp = c.experts_over_tp(config.parallel)
-    meshes, index = distinct(c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1), over_tp)
+    meshes, index = distinct(c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1), c.over_tp)
     e, t, m = (
         Elements(*np.array([device_elements(model, *mesh, *which) for mesh in meshes], float)[index].T)
         for which in ((itemsize, False), (summed, True), (summed, True, True))

@@ -37,7 +37,7 @@ from jaxdist.strategy import CP_KINDS, TP_RINGS, ParallelConfig, cp_split
 
 BLOCK = 1 << 15  # layouts made and scored at a time: their columns stay in the cache
 INTEGERS = (*AXES, "zero", "sp", "ring", "keep", "schedule", "chunks", "last", "microbatches", "accumulate", "rows")
-INTEGERS += ("every", "selective", "recompute", "repeats", "overlap", "kind", "loss_chunks")
+INTEGERS += ("every", "selective", "recompute", "repeats", "overlap", "kind", "loss_chunks", "over_tp")
 OWN = len(NAMES)  # in the column `schedule`: the schedule and the parts of the run's own `ParallelConfig`
 EXCHANGE = "ulysses"  # the kind of cp that exchanges heads
 WORDS = [""]  # of `remat`, those that name arrays: in the column `repeats`, their places here, 0 for none
@@ -60,7 +60,7 @@ class Candidates:
     blocks recomputed together, 0 for none; selective: only the attention core is recomputed; recompute: a chunk is, in
     an R of the schedule's; repeats: the arrays are that a word of `remat` names, its place in WORDS. overlap: a layer's
     gradients, and ZeRO-3's weights, are sent while another layer computes; in a pipeline, messages between stages do.
-    kind: index in `strategy.CP_KINDS`, or OWN_KIND; 0 where cp is 1.
+    kind: index in `strategy.CP_KINDS`, or OWN_KIND; 0 where cp is 1. over_tp: experts are split over tp too.
     """
 
     pp: np.ndarray
@@ -86,6 +86,7 @@ class Candidates:
     overlap: np.ndarray
     kind: np.ndarray
     loss_chunks: np.ndarray
+    over_tp: np.ndarray
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -141,16 +142,12 @@ class Candidates:
             reshard_after_forward=not row["keep"],
             overlap=bool(row["overlap"]),
             cp_kind=self.cp_kind(index, base or plain),
-            experts_over_tp=bool(self.experts_over_tp(base or plain)[index]),
+            experts_over_tp=bool(row["over_tp"]),
             **{"schedule": plain.schedule, "microbatches": None, "chunks": None, "stages": plain.stages, **pipeline},
         )
 
     def cp_kind(self, index: int, base: ParallelConfig) -> str:
         return kind_name(int(self.kind[index]), base)
-
-    def experts_over_tp(self, base: ParallelConfig) -> np.ndarray:
-        """The column of that setting: wherever `base` asks for it and it changes anything."""
-        return base.experts_over_tp & (self.sp == 1) & (self.tp > 1)
 
     @classmethod
     def of(cls, config: RunConfig) -> "Candidates":
@@ -177,6 +174,7 @@ class Candidates:
             "overlap": parallel.overlap,
             "kind": CP_KINDS.index(parallel.cp_kind) if parallel.cp_kind in CP_KINDS else OWN_KIND,
             "loss_chunks": parallel.loss_chunks,
+            "over_tp": parallel.experts_over_tp and mesh.tp > 1,
         }
         return cls(*(np.array([int(row[name])]) for name in INTEGERS))
 
@@ -202,7 +200,7 @@ class Fixed:
         columns = self.columns
         needs_pp = columns.keys() & {"schedule", "chunks", "last"} or columns.get("microbatches", 1) > 1
         meaningful = mesh["pp"] > 1 or not (needs_pp or columns.get("recompute"))
-        meaningful &= mesh["tp"] > 1 or not (columns.get("sp") or columns.get("ring"))
+        meaningful &= mesh["tp"] > 1 or not any(map(columns.get, ("sp", "ring", "over_tp")))
         meaningful &= mesh["cp"] > 1 or "kind" not in columns
         meaningful &= not columns.get("zero") or MeshShape(**mesh).state_ranks > 1
         return meaningful and all(mesh[axis] == size for axis, size in self.axes.items())
@@ -320,12 +318,18 @@ def layouts_of_mesh(
     states: list = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)] if shards and optimizer != "adafactor" else [(0, 0)]
     overlaps = [0, 1] if pp > 1 or (mesh["dp"] * mesh["replica"] * mesh["cp"] > 1 and model.num_blocks > 1) else [0]
     states = [(*state, overlap) for state in states for overlap in overlaps]
-    # (sp, ring, kind of context parallelism)
+    # (sp, ring, kind of context parallelism, experts over tp)
     sps = [(0, 0)]
     if mesh["tp"] > 1 and model.seq_len // mesh["cp"] % mesh["tp"] == 0:
         rings = RINGS if pp == 1 and work_of(model).ring_sums else RINGS[:1]
         sps += [(1, ring) for ring in fixed.or_one("ring", map(TP_RINGS.index, rings))]
-    splits = [(*sp, CP_KINDS.index(kind)) for sp in sps for kind in context_kinds(model, MeshShape(**mesh))]
+    apart = work_of(model).experts % (mesh["ep"] * mesh["tp"]) == 0 and allows(model, mesh["tp"], True)
+    splits = [
+        (*sp, CP_KINDS.index(kind), over_tp)
+        for sp in sps
+        for kind in context_kinds(model, MeshShape(**mesh))
+        for over_tp in ((0, 1) if sp[0] and apart else (0,))
+    ]
     # (schedule, chunks, layers of the last part, every, selective, recompute)
     if pp == 1:
         # As many groups as a larger K has layers keep no more, and gather ZeRO-3's weights no more often.
@@ -350,7 +354,7 @@ def layouts_of_mesh(
         for accumulate in divisors(per_rank // micro)
     ]
     layers = fixed.rows("schedule chunks last every selective recompute", layers)
-    states, splits = fixed.rows("zero keep overlap", states), fixed.rows("sp ring kind", splits)
+    states, splits = fixed.rows("zero keep overlap", states), fixed.rows("sp ring kind over_tp", splits)
     cuts = fixed.rows("microbatches accumulate", cuts)
     if not (layers and states and splits and cuts):
         return
@@ -363,7 +367,7 @@ def layouts_of_mesh(
         schedule, chunks, last, every, selective, recompute = layers[layer].T
         zero, keep, overlap = states[state].T
         micro, accumulate, rows = cuts[cut].T
-        sp, ring, kind = splits[split].T
+        sp, ring, kind, over_tp = splits[split].T
         found = Candidates(
             **{axis: np.full(len(layer), mesh[axis]) for axis in AXES},
             zero=zero,
@@ -383,6 +387,7 @@ def layouts_of_mesh(
             overlap=overlap,
             kind=kind,
             loss_chunks=np.full_like(kind, loss_chunks),
+            over_tp=over_tp,
         )
         legal = (overlap == 0) | (pp > 1) | ((every <= 1) & (keep == 0))
         legal &= (keep == 0) | ((every == 0) & (recompute == 0))  # recomputed blocks are gathered again all the same
@@ -608,7 +613,7 @@ def _step_time(
         sp=layouts.sp == 1,
         exchanging=exchanging,
         exchanged=exchanged_columns(base, layouts),
-        experts_over_tp=layouts.experts_over_tp(base.parallel),
+        experts_over_tp=layouts.over_tp == 1,
         gathers_keys=gathers_keys,
         remat=remat_names(layouts),
         chunks=layouts.chunks,
@@ -690,7 +695,7 @@ def context_columns(base: RunConfig, layouts: Candidates) -> tuple[np.ndarray, n
 
 def exchanged_columns(base: RunConfig, layouts: Candidates) -> np.ndarray:
     """`parts.exchanged` for one position of a device, as a column."""
-    of_tp = np.where(layouts.experts_over_tp(base.parallel), layouts.tp, 1)  # each sends its part of the sequence
+    of_tp = np.where(layouts.over_tp, layouts.tp, 1)  # each sends its part of the sequence
     sizes, index = distinct(layouts.ep * of_tp)
     return np.array([exchanged(base.model, ranks) for (ranks,) in sizes])[index] / of_tp
 
@@ -744,8 +749,8 @@ def complexity(scored: Scored) -> np.ndarray:
     """How much there is to understand in each layout: less is simpler. By the first of these in which two differ:
     mesh axes larger than 1, a pipeline, memory nearly full, arrays that backward repeats by name, how little known the
     schedule is, its chunks, special settings (rings, weights kept after forward, loss chunks, fewer layers in the last
-    part), and recomputation. What follows from the mesh (ZeRO's stage, sp, overlap, the cut of the batch) does not
-    count."""
+    part, experts over tp), and recomputation. What follows from the mesh (ZeRO's stage, sp, overlap, the cut of the
+    batch) does not count."""
     c, pipelined = scored.layouts, scored.layouts.pp > 1
     known = np.array([*(KNOWN.get(name, 2) for name in NAMES), 2])
     found = np.zeros(len(scored), np.int64)
@@ -756,7 +761,7 @@ def complexity(scored: Scored) -> np.ndarray:
         c.repeats > 0,
         known[c.schedule] * pipelined,
         np.minimum(c.chunks, 99) * pipelined,
-        (c.ring > 0) + 1 * (c.keep > 0) + 1 * (c.loss_chunks > 1) + 1 * (c.last > 0),
+        (c.ring > 0) + 1 * (c.keep > 0) + 1 * (c.loss_chunks > 1) + 1 * (c.last > 0) + 1 * (c.over_tp > 0),
         (c.every > 0) | (c.selective > 0) | (c.recompute > 0),
     ):
         found = 100 * found + digit
@@ -870,8 +875,8 @@ def _search(base, cluster, attention, efficiency, block, progress, thorough: boo
 
     kept, num_layouts, num_fitting = [], 0, 0
     for some in blocks():
-        if not thorough and not fixed.columns.get("ring"):
-            some = _rings_that_pay(base, some, cluster, attention, efficiency)
+        if not thorough:
+            some = _that_pay(base, some, cluster, attention, efficiency, fixed)
         scored = _score_what_fits(base, some, cluster, attention, efficiency)
         num_layouts += len(some)
         num_fitting += int(scored.fits.sum())
@@ -919,8 +924,8 @@ def _likely(
     sharded, if it can be; with sp where it is possible, by exchanging heads where that is and a fused kernel attends,
     recomputing attention alone where it writes its scores, and a micro-batch for every stage, if there are sequences
     enough."""
-    most_sp, exchange = max(sp for sp, _, _ in splits), CP_KINDS.index(EXCHANGE)
-    kinds = {kind for _, _, kind in splits}
+    most_sp, exchange = max(split[0] for split in splits), CP_KINDS.index(EXCHANGE)
+    kinds = {split[2] for split in splits}
     if attention == "cudnn" and exchange in kinds:
         kinds = {exchange}
     most = max(micro for micro, _, _ in cuts)
@@ -930,18 +935,26 @@ def _likely(
     return likely or layers, states, splits, [cut for cut in cuts if cut[0] >= min(pp, most)]
 
 
-def _rings_that_pay(base, layouts: Candidates, cluster, attention, efficiency) -> Candidates:
-    """Without those with rings that take no less time than without: no memory is traced for them."""
+def _that_pay(base, layouts: Candidates, cluster, attention, efficiency, fixed: Fixed) -> Candidates:
+    """Without those with rings that take no less time than without, and of those with experts over tp and without the
+    faster ones: no memory is traced for the others. What is fixed stays."""
 
-    def seconds(some: Candidates) -> np.ndarray:
-        return _step_time(base, some, pipelines(base, some), cluster, attention, efficiency).total
+    def pays(layouts: Candidates, index: np.ndarray, column: str, other) -> Candidates:
+        """Without what is at the index and is no faster than with another value of a column; as fast with 0 stays."""
+        some, keep = layouts.take(index), np.ones(len(layouts), bool)
+        if len(index) and column not in fixed.columns:
+            own, others = (
+                _step_time(base, each, pipelines(base, each), cluster, attention, efficiency).total
+                for each in (some, replace(some, **{column: np.broadcast_to(other, len(some))}))
+            )
+            nearly = np.where(getattr(some, column), 1 - 1e-9, 1 + 1e-9)  # rounding makes nothing faster
+            keep[index] = own < nearly * others
+        return layouts.take(keep)
 
-    index = np.flatnonzero(layouts.ring)
-    rings = layouts.take(index)
-    keep = np.ones(len(layouts), bool)
-    if len(index):
-        keep[index] = seconds(rings) < seconds(replace(rings, ring=np.zeros_like(rings.ring)))
-    return layouts.take(keep)
+    layouts = pays(layouts, np.flatnonzero(layouts.ring), "ring", 0)
+    experts, c = work_of(base.model).experts, layouts
+    index = np.flatnonzero((c.sp == 1) & (c.tp > 1) & (experts > 0) & (experts % (c.ep * c.tp) == 0))
+    return pays(layouts, index, "over_tp", 1 - c.over_tp[index])
 
 
 def _worth_keeping(scored: Scored) -> np.ndarray:

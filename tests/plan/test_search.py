@@ -15,7 +15,7 @@ from experiments.cli import CommonFlags
 from jaxdist.compat import scan_counts
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError, divisors
-from jaxdist.mesh import FACTORS, MeshShape, make_abstract_mesh
+from jaxdist.mesh import AXES, FACTORS, MeshShape, make_abstract_mesh
 from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
@@ -42,6 +42,7 @@ from jaxdist.plan.schedule_facts import ScheduleFacts, facts_of, schedule_facts,
 from jaxdist.plan.search import (
     INTEGERS,
     Candidates,
+    Fixed,
     best_of_each_mesh,
     complexity,
     hidden_part,
@@ -141,6 +142,9 @@ CASES = [
 ]
 
 
+MIXTURE = PRESETS["moe-proof"], 8, 16
+
+
 def test_the_flags_of_a_layout_are_its_settings():
     config, found = base(batch_size=24), every_layout(dataclasses.replace(SMALL, num_layers=5), 6, 24)
     uneven = [int(index) for index in np.flatnonzero(found.last)]
@@ -152,7 +156,9 @@ def test_the_flags_of_a_layout_are_its_settings():
             assert str(getattr(flags, setting)) == str(getattr(wanted, setting)), (words, setting)
 
 
-@pytest.mark.parametrize("model, devices, batch", [*CASES, (PRESETS["7b"], 64, 128), (PRESETS["gpt2-1.5b"], 50, 100)])
+@pytest.mark.parametrize(
+    "model, devices, batch", [*CASES, (PRESETS["7b"], 64, 128), (PRESETS["gpt2-1.5b"], 50, 100), MIXTURE]
+)
 def test_every_candidate_is_a_legal_run_without_idle_settings(model, devices, batch):
     found = every_layout(model, devices, batch)
     for index in random.Random(0).sample(range(len(found)), min(len(found), 150)):
@@ -163,6 +169,22 @@ def test_every_candidate_is_a_legal_run_without_idle_settings(model, devices, ba
         assert {name: getattr(again, name)[0] for name in INTEGERS} == {
             name: getattr(found, name)[index] for name in INTEGERS
         }
+
+
+@pytest.mark.parametrize("axes, apart", [({"dp": 2, "ep": 2, "tp": 4}, 1), ({"dp": 4, "tp": 2}, 0)])
+def test_experts_are_split_over_tp_where_that_is_faster(axes, apart):
+    model = dataclasses.replace(PRESETS["qwen3-30b-a3b"], num_layers=2, seq_len=2048)
+    config = RunConfig(model, precision=PrecisionConfig("bfloat16"), batch_size=16)
+    mesh = {**dict.fromkeys(AXES, 1), **axes}
+
+    def seconds(**columns) -> tuple[float, int]:
+        found = search(config, H100, "cudnn", fixed=Fixed(mesh, {"sp": 1, **columns}))
+        best = found.time.total.argmin()
+        return found.time.total[best], found.layouts.over_tp[best]
+
+    each, free = [seconds(over_tp=value) for value in (0, 1)], seconds()
+    assert [over_tp for _, over_tp in each] == [0, 1]
+    assert free == min(each) == each[apart]
 
 
 @pytest.mark.parametrize("model, devices, batch", in_sample(CASES, CASES[2:]))

@@ -384,7 +384,7 @@ FLAGS = {
     "zero": ("1", [], None, None),
     "sp": (None, [], None, None),
     "cp_kind": ("all-gather", ["--mesh", "cp=2"], "none has it", None),
-    "experts_over_tp": (None, ["--sp", "--mesh", "tp=2"], "a whole --mesh", "experts"),
+    "experts_over_tp": (None, ["--sp", "--mesh", "tp=2"], "none has it", "experts"),
     "tp_ring": ("one-way", ["--mesh", "tp=2", "--sp"], None, None),
     "grad_sync": ("flat", [], None, None),
     "bucket_mb": ("3", [], None, None),
