@@ -838,9 +838,10 @@ def search(
     fixed: what all of them must have.
     thorough: every layout that `layouts_of_mesh` has. Otherwise what has never been the best is left out (a test
     compares both searches), and tried only where nothing else fits, though not by far: tp over more than a node, fewer
-    than LEAST_POSITIONS of a sequence on a rank, tp without sp, rings that are no faster, GPipe, state that is not
-    sharded where it can be, fewer micro-batches than stages, attention recomputed that keeps no scores, and, where
-    cuDNN's attention runs, keys that travel over cp though heads could be exchanged.
+    than LEAST_POSITIONS of a sequence on a rank, tp without sp, rings that are no faster, experts over tp, or not,
+    whichever is slower, GPipe, state that is not sharded where it can be, fewer micro-batches than stages, attention
+    recomputed that keeps no scores, and, where cuDNN's attention runs, keys that travel over cp though heads could be
+    exchanged.
     progress: told how many meshes of how many are done. Raises: ConfigError as `legal_meshes` and `score`, and where
     no layout has what is fixed.
     """
