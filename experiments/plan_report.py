@@ -286,6 +286,7 @@ def columns_of(rows: list[dict]) -> dict[str, list[str]]:
 
 
 def sp_words(row: dict) -> str:
+    """Whether activations are split over tp, and what else is for that: rings, whole experts."""
     what = ["rings"] * (row["tp_ring"] != "none") + ["experts"] * row["experts_over_tp"]
     return (", ".join(what) or "yes") if row["sp"] else ""
 

@@ -62,9 +62,9 @@ def of_all_rows(x):
     return jnp.sum(x) / (B * D)
 
 
-def columns_rows(p, x, enter=lambda x: enter(x, sp=False)):
+def columns_rows(p, x, enters=lambda x: enter(x, sp=False)):
     """up[D, F_tp], down[F_tp, D]."""
-    return leave(jax.nn.gelu(enter(x) @ p["up"]) @ p["down"], sp=False)
+    return leave(jax.nn.gelu(enters(x) @ p["up"]) @ p["down"], sp=False)
 
 
 def gathered(p, x, gather=lambda shard, dim: all_gather(shard, "dp", dim)):
@@ -117,7 +117,7 @@ def on_ranks(mlp: Callable, specs: dict, mean: Callable = of_all_rows) -> Callab
 
 BROKEN = {
     "mean": lambda: {MEGATRON: on_ranks(*LAYOUTS[MEGATRON], jnp.mean)},
-    "enter": lambda: {MEGATRON: on_ranks(partial(columns_rows, enter=enter_without_sum), LAYOUTS[MEGATRON][1])},
+    "enter": lambda: {MEGATRON: on_ranks(partial(columns_rows, enters=enter_without_sum), LAYOUTS[MEGATRON][1])},
     "whole-gradient": lambda: {SHARDED: on_ranks(partial(gathered, gather=gather_whole), LAYOUTS[SHARDED][1])},
 }
 

@@ -145,14 +145,28 @@ CASES = [
 MIXTURE = PRESETS["moe-proof"], 8, 16
 
 
-def test_the_flags_of_a_layout_are_its_settings():
-    config, found = base(batch_size=24), every_layout(dataclasses.replace(SMALL, num_layers=5), 6, 24)
-    uneven = [int(index) for index in np.flatnonzero(found.last)]
-    for index in random.Random(0).sample(range(len(found)), 100) + random.Random(0).sample(uneven, 50):
+@pytest.mark.parametrize(
+    "model, devices, batch, column", [(dataclasses.replace(SMALL, num_layers=5), 6, 24, "last"), (*MIXTURE, "over_tp")]
+)
+def test_the_flags_of_a_layout_are_its_settings(model, devices, batch, column):
+    config, found = base(batch_size=24), every_layout(model, devices, batch)
+    special = [int(index) for index in np.flatnonzero(getattr(found, column))]
+    for index in random.Random(0).sample(range(len(found)), 100) + random.Random(0).sample(special, 50):
         words = layout_flags(SimpleNamespace(layouts=found, base=config), index).split()
         flags = tyro.cli(CommonFlags, args=words, default=CommonFlags(batch_size=24))
         wanted = found.parallel(index, config.parallel)
-        for setting in ("mesh", "stages", "schedule", "microbatches", "chunks", "remat", "cp_kind", "zero", "tp_ring"):
+        for setting in (
+            "mesh",
+            "stages",
+            "schedule",
+            "microbatches",
+            "chunks",
+            "remat",
+            "cp_kind",
+            "zero",
+            "tp_ring",
+            "experts_over_tp",
+        ):
             assert str(getattr(flags, setting)) == str(getattr(wanted, setting)), (words, setting)
 
 
