@@ -2,10 +2,14 @@
 
 Pages are written so that their links work in a view of the repository (`../cluster/train.sbatch`, `docs/plan.md`). On
 the site such a link leads to a page: of the API for a module of the package, of the source for any other file.
+
+A lab's page gets a link to itself as a notebook, which is made here, and to the one that CI puts in a branch of the
+repository, from where Colab opens it.
 """
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -13,8 +17,14 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from experiments.labs import COURSE  # noqa: E402
+from experiments.labs.notebooks import notebook  # noqa: E402
+
 PACKAGE = "jaxdist"
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+COLAB = "https://colab.research.google.com/github/jaxdist/jaxdist/blob/notebooks"
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml", ".sbatch": "bash", ".sh": "bash"}
 
 FENCE = re.compile(r"(^ *```.*?^ *```[^\n]*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
@@ -86,6 +96,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in MODULES:
         name = dotted(path)
         add(page_of(path), f"---\ntitle: {name}\n---\n\n::: {name}\n")
+    for name in COURSE:
+        add(f"labs/{name}.ipynb", notebook(ROOT / f"docs/labs/{name}.md"))
 
     linked = set()
     for file in files.documentation_pages():
@@ -102,6 +114,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_) -> str:
     here = page.file.src_uri
+    folder, name = posixpath.split(here.removesuffix(".md"))
+    if folder == "labs" and name in COURSE:
+        title, _, rest = markdown.partition("\n")
+        as_notebook = f"As a notebook: [download]({name}.ipynb), [open in Colab]({COLAB}/{name}.ipynb)."
+        markdown = f"{title}\n\n{as_notebook}\n{rest}"
 
     def relative(found: re.Match) -> str:
         path = target(here, found[2])

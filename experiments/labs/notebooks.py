@@ -1,12 +1,12 @@
 """The labs' pages as Jupyter notebooks, made by jupytext (the extra `notebooks`)."""
 
 import re
-import shutil
+from base64 import b64encode
 from pathlib import Path
 
 from jaxdist.files import write_whole
 
-from .pages import BLOCK, DRAWN
+from .pages import BLOCK
 
 SOURCE = "https://github.com/jaxdist/jaxdist"
 REPOSITORY = f"{SOURCE}/blob/main/"
@@ -31,25 +31,31 @@ jupyter:
 
 
 def write_notebooks(pages: Path, folder: Path, names: list[str]) -> list[Path]:
-    """NAME.ipynb of each page, and the pictures next to them. Raises: OSError."""
-    shutil.copytree(pages / DRAWN, folder / DRAWN, dirs_exist_ok=True)
+    """NAME.ipynb of each page. Raises: OSError."""
     written = []
     for name in names:
         path = folder / f"{name}.ipynb"
-        write_whole(path, notebook((pages / f"{name}.md").read_text(encoding="utf-8")).encode())
+        write_whole(path, notebook(pages / f"{name}.md").encode())
         written.append(path)
     return written
 
 
-def notebook(page: str) -> str:
+def notebook(page: Path) -> str:
     """A page as the text of an .ipynb file: its commands are cells, started as an installed package starts them. The
     first cell installs it where it is not.
 
-    Tables that a command prints are left out, so that the reader makes them; links lead to the repository.
+    Tables that a command prints are left out, so that the reader makes them; pictures are inside, so that the file can
+    be opened anywhere; links lead to the repository. Raises: OSError.
     """
     import jupytext
 
-    text = BLOCK.sub(lambda found: "" if found[2] in ("table", "break") else found[0], page)
+    def inside(picture: re.Match) -> str:
+        drawn = b64encode((page.parent / picture[1]).read_bytes()).decode()
+        return f"](data:image/svg+xml;base64,{drawn})"
+
+    text = page.read_text(encoding="utf-8")
+    text = BLOCK.sub(lambda found: "" if found[2] in ("table", "break") else found[0], text)
+    text = re.sub(r"\]\(([^)]*\.svg)\)", inside, text)
     text = re.sub(r"\n*<!-- (lab: [^>]*|end) -->\n*", "\n\n", text)
     text = text.replace("python -m experiments.", "jaxdist ")
     text = re.sub(r"\]\(\.\./\.\./([^)]*)\)", rf"]({REPOSITORY}\1)", text)
