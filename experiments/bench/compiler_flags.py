@@ -21,6 +21,7 @@ CPU_OPTIONS = {
     "xla_cpu_multi_thread_eigen": (False,),
     "xla_cpu_enable_concurrency_optimized_scheduler": (True, False),
     "xla_cpu_prefer_vector_width": (128, 512),
+    "xla_cpu_experimental_ynn_fusion_type": ("", "LIBRARY_FUSION_TYPE_DOT"),
     "xla_cpu_copy_insertion_use_region_analysis": (True,),
     "xla_cpu_use_fusion_emitters": (False,),
     "xla_llvm_disable_expensive_passes": (True,),
