@@ -1,7 +1,8 @@
 """A warm process that runs tests of a copy of the tree, each request in a fork of itself.
 
 It has imported JAX and pytest but nothing of this project, and has started no backend, so a fork costs milliseconds.
-Requests and answers are JSON, one a line: {"folder", "tests", "seconds", "record"} -> {"code", "seconds"}.
+Requests and answers are JSON, one a line: {"folder", "tests", "marks", "seconds", "record"} -> {"code",
+"seconds"}.
 """
 
 import importlib
@@ -46,7 +47,7 @@ class Recorder:
         return self.on_line
 
 
-def run_tests(folder: str, tests: list[str], record: str | None) -> int:
+def run_tests(folder: str, tests: list[str], marks: str, record: str | None) -> int:
     """pytest's exit code, or 1 for whatever else ends it. In a fork: it changes the process for good."""
     import pytest
 
@@ -59,7 +60,7 @@ def run_tests(folder: str, tests: list[str], record: str | None) -> int:
     silent = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(silent, stream)
-    options = ["-q", "-o", "addopts=", "-m", "not exhaustive", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-q", "-o", "addopts=", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist"]
     if record is None:
         return int(pytest.main([*options, "-x", *tests]))
     return int(pytest.main([*options, *tests], plugins=[Recorder(folder, record)]))
@@ -71,7 +72,7 @@ def answer(request: dict) -> dict:
     if child == 0:
         code = 1
         try:
-            code = run_tests(request["folder"], request["tests"], request["record"])
+            code = run_tests(request["folder"], request["tests"], request["marks"], request["record"])
         finally:
             os._exit(code)
     while True:
