@@ -21,7 +21,7 @@ from experiments.tables import Rows
 from jaxdist.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("jaxdist", "experiments", "tests", "docs", "pyproject.toml", "README.md")
+COPIED = ("jaxdist", "experiments", "tests", "docs", "cluster", "pyproject.toml", "README.md")
 
 
 BUGS = ROOT / "tests" / "bugs"

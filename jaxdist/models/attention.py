@@ -61,12 +61,12 @@ def attention_core(
     def block(q_BTNH, k_BSKH, v_BSKH, end):
         """The queries of the T positions before `end`, with the keys of the S positions before it."""
         rows, length = q_BTNH.shape[1], k_BSKH.shape[1]
-        query_T, key_S = jnp.arange(end - rows, end)[:, None], jnp.arange(end - length, end)
-        seen_TS = query_T >= key_S if window is None else (query_T >= key_S) & (query_T - key_S < window)
+        query_T1, key_S = jnp.arange(end - rows, end)[:, None], jnp.arange(end - length, end)
+        seen = query_T1 >= key_S if window is None else (query_T1 >= key_S) & (query_T1 - key_S < window)
         if ctx.starts_BT is not None:
-            seen_TS = (seen_TS & (key_S >= ctx.starts_BT[:, end - rows : end, None]))[:, None]
+            seen = (seen & (key_S >= ctx.starts_BT[:, end - rows : end, None]))[:, None]
         scores_BNTS = scores_of(q_BTNH, k_BSKH)
-        probs_BNTS = jax.nn.softmax(jnp.where(seen_TS, scores_BNTS, jnp.finfo(scores_BNTS.dtype).min), axis=-1)
+        probs_BNTS = jax.nn.softmax(jnp.where(seen, scores_BNTS, jnp.finfo(scores_BNTS.dtype).min), axis=-1)
         return weighted_values(ctx.at(end).dropout_heads(probs_BNTS.astype(q_BTNH.dtype), rate), v_BSKH)
 
     def xla(q_BTNH, k_BTKH, v_BTKH):

@@ -209,11 +209,11 @@ class Context:
             return x_BTD
         return dropout(x_BTD, rate, self.key, self.rows_B, self.places(x_BTD.shape[1]))
 
-    def dropout_heads(self, x_BN: jax.Array, rate: float) -> jax.Array:
+    def dropout_heads(self, x: jax.Array, rate: float) -> jax.Array:
         """Dropout on an array whose dims after the batch's begin with heads that are split over tp."""
         if self.key is None or rate == 0:
-            return x_BN
-        return dropout(x_BN, rate, self.key, self.rows_B, self._heads(x_BN.shape[1]))
+            return x
+        return dropout(x, rate, self.key, self.rows_B, self._heads(x.shape[1]))
 
 
 @jax.custom_vjp

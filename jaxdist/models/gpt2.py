@@ -92,8 +92,8 @@ class Attention(nnx.Module):
         q, k, v = (mark_saveable(qkv[:, :, part], HEADS) for part in range(3))
         o_BTNH = attend(ctx, q, k, v, rate=self.dropout)
         batch, length, heads, head_dim = o_BTNH.shape
-        w_ND = self.w_out[...].reshape(heads * head_dim, -1)
-        return add_bias(ctx.row_parallel(o_BTNH.reshape(batch, length, -1), w_ND), self.b_out[...])
+        w_FD = self.w_out[...].reshape(heads * head_dim, -1)
+        return add_bias(ctx.row_parallel(o_BTNH.reshape(batch, length, -1), w_FD), self.b_out[...])
 
 
 class MLP(nnx.Module):
@@ -143,8 +143,8 @@ class GPT2(LanguageModel):
 
     def embed(self, tokens_BT: jax.Array, ctx: Context) -> jax.Array:
         x_BTD = ctx.embedding(tokens_BT, self.tokens[...])
-        positions_TD = ctx.position_rows(self.positions[...], x_BTD.shape[1])
-        return ctx.dropout(add_bias(x_BTD, positions_TD), self.config.dropout)
+        positions = ctx.position_rows(self.positions[...], x_BTD.shape[1])
+        return ctx.dropout(add_bias(x_BTD, positions), self.config.dropout)
 
     def unembed(self, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         norm = partial(self.ln_final, one_pass=ctx.on_gpu)

@@ -131,11 +131,11 @@ class Rotary(NamedTuple):
     def __call__(self, x_BTNH: jax.Array, positions_T: jax.Array) -> jax.Array:
         """positions: [T], or [B, T] where rows differ. Computed in at least fp32."""
         dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
-        angle_TNH = (positions_T[..., None].astype(dtype) * self.frequencies().astype(dtype))[..., None, None, :]
+        angle = (positions_T[..., None].astype(dtype) * self.frequencies().astype(dtype))[..., None, None, :]
         signs = np.array([[-1], [1]], dtype)
         # Elementwise, and nothing put together: backward then keeps x alone.
         halves = x_BTNH.reshape(*x_BTNH.shape[:-1], 2, -1).astype(dtype)
-        rotated = halves * jnp.cos(angle_TNH) + jnp.flip(halves, -2) * (signs * jnp.sin(angle_TNH))
+        rotated = halves * jnp.cos(angle) + jnp.flip(halves, -2) * (signs * jnp.sin(angle))
         return rotated.reshape(x_BTNH.shape).astype(x_BTNH.dtype)
 
 
@@ -195,8 +195,8 @@ class GroupedAttention(nnx.Module):
         if not self.qk_norm:  # whose gradient needs the products; otherwise these are kept in their place
             q, k, v = (mark_saveable(each, HEADS) for each in (q, k, v))
         o_BTNH = attend(ctx, q, heads.of_each_query(k), heads.of_each_query(v), window=self.window)
-        w_ND = self.w_out[...].reshape(-1, x_BTD.shape[-1])
-        y_BTD = ctx.row_parallel(o_BTNH.reshape(*o_BTNH.shape[:2], -1), w_ND)
+        w_FD = self.w_out[...].reshape(-1, x_BTD.shape[-1])
+        y_BTD = ctx.row_parallel(o_BTNH.reshape(*o_BTNH.shape[:2], -1), w_FD)
         return y_BTD if self.b_out is None else add_bias(y_BTD, self.b_out[...])
 
 

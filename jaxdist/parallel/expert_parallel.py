@@ -1,7 +1,7 @@
 """Experts split over mesh axes: tokens go to the ranks that hold the experts they chose, and their results come back.
 
-Dims: B sequences, T positions of this rank, R = B * T tokens; K choices of a token; E experts, n ranks that hold E / n
-of them each; A = R * K assignments of a token to an expert; S slots of a message; D model.
+Dims: B sequences, T positions of this rank, R = B * T tokens; K choices of a token; E experts, N ranks that hold
+L = E / N of them each; A = R * K assignments of a token to an expert; S slots of a message; D model.
 Sources: GShard (arXiv 2006.16668), of capacity and the all-to-all; MegaBlocks (2211.15841), of dropping none.
 """
 
@@ -82,8 +82,8 @@ def _from_slots(y_SD, weight_RK, slots):
 
 def _from_slots_backward(kept, d_RD):
     y_SD, weight_RK, slots = kept
-    weight_S = _rows(weight_RK.reshape(-1, 1), slots.assigned_S)
-    d_y_SD = (weight_S * _rows(d_RD, slots.token_S)).astype(y_SD.dtype)
+    weight_S1 = _rows(weight_RK.reshape(-1, 1), slots.assigned_S)
+    d_y_SD = (weight_S1 * _rows(d_RD, slots.token_S)).astype(y_SD.dtype)
     d_weight = [jnp.sum(_rows(y_SD, slot_R).astype(d_RD.dtype) * d_RD, -1) for slot_R in slots.slot_RK.T]
     return d_y_SD, jnp.stack(d_weight, -1), None
 
@@ -188,14 +188,14 @@ def apply_experts(
     rank_A = jnp.minimum(sorted_A, num_experts - 1) // held
     place_A = jnp.where(sorted_A == num_experts, NOWHERE, jnp.arange(len(order_A)) - before_E[rank_A * held])
     place_RK = jnp.zeros_like(order_A).at[order_A].set(place_A).reshape(num_tokens, choices)
-    counts_NE = counts_E.reshape(n, held)
+    counts_NL = counts_E.reshape(n, held)
     route = _Route(
-        jnp.minimum(expert_RK, num_experts - 1) // held, place_RK, exchange.all_to_all(counts_NE, axes, 0, 0)
+        jnp.minimum(expert_RK, num_experts - 1) // held, place_RK, exchange.all_to_all(counts_NL, axes, 0, 0)
     )
     of_round = _Rounds(experts, axes, num_slots)
     y_RD = of_round(weights, x_RD, weight_RK, route, 0)
     if num_slots < most:
-        number = comm.all_reduce_max(-(-jnp.max(counts_NE.sum(1)) // num_slots), axes)
+        number = comm.all_reduce_max(-(-jnp.max(counts_NL.sum(1)) // num_slots), axes)
         y_RD = _more_rounds(of_round, *_vary_alike((y_RD, weights, x_RD, weight_RK, route, number)))
     return y_RD.astype(x_RD.dtype)
 
@@ -208,25 +208,25 @@ def slots_of_round(num_tokens: int, choices: int, num_experts: int, ranks: int, 
     return even if 2 * even <= most else most
 
 
-def _by_expert(ends_NE: jax.Array, num_slots: int) -> jax.Array:
-    """Where each slot goes when all are put in order of experts, then of ranks: i32[n * S]. ends_NE: where each
+def _by_expert(ends_NL: jax.Array, num_slots: int) -> jax.Array:
+    """Where each slot goes when all are put in order of experts, then of ranks: i32[n * S]. ends_NL: where each
     expert's rows end in a rank's message, which has them in order of experts; those of no expert come last."""
-    ends_NX = jnp.pad(ends_NE, ((0, 0), (0, 1)), constant_values=num_slots)
+    ends_NX = jnp.pad(ends_NL, ((0, 0), (0, 1)), constant_values=num_slots)
     counts_NX = jnp.diff(ends_NX, axis=1, prepend=0)
     before_NX = jnp.cumsum(counts_NX, 0) - counts_NX
     first_X = jnp.cumsum(counts_NX.sum(0)) - counts_NX.sum(0)
-    expert_NS = jnp.sum(jnp.arange(num_slots)[None, :, None] >= ends_NE[:, None], -1)
+    expert_NS = jnp.sum(jnp.arange(num_slots)[None, :, None] >= ends_NL[:, None], -1)
     moved_NS = jnp.take_along_axis(first_X + before_NX - (ends_NX - counts_NX), expert_NS, 1)
     return (jnp.arange(num_slots) + moved_NS).reshape(-1)
 
 
 class _Route(NamedTuple):
     """rank_RK: who holds the expert of each assignment. place_RK: which of a rank's assignments to that one it is, by
-    expert; NOWHERE for none. counts_NE: rows that each rank has for each expert that this rank holds."""
+    expert; NOWHERE for none. counts_NL: rows that each rank has for each expert that this rank holds."""
 
     rank_RK: jax.Array
     place_RK: jax.Array
-    counts_NE: jax.Array
+    counts_NL: jax.Array
 
 
 class _Rounds(NamedTuple):
@@ -242,15 +242,15 @@ class _Rounds(NamedTuple):
         place_RK = jnp.where(route.place_RK == NOWHERE, NOWHERE, route.place_RK - number * size)
         here_RK = (place_RK >= 0) & (place_RK < size)
         slots = Slots.of(jnp.where(here_RK, route.rank_RK * size + place_RK, NOWHERE), n * size)
-        ends_NE = jnp.clip(jnp.cumsum(route.counts_NE, 1) - number * size, 0, size)
-        counts_NE = jnp.diff(ends_NE, axis=1, prepend=0)
+        ends_NL = jnp.clip(jnp.cumsum(route.counts_NL, 1) - number * size, 0, size)
+        counts_NL = jnp.diff(ends_NL, axis=1, prepend=0)
         sent = to_slots(x_RD, slots)
         if n == 1:
-            return from_slots(self.experts(weights, sent, counts_NE[0]), weight_RK, slots)
+            return from_slots(self.experts(weights, sent, counts_NL[0]), weight_RK, slots)
         got = mark_saveable(exchange.all_to_all(sent, self.axes, 0, 0))
-        back_S = _by_expert(ends_NE, size)
+        back_S = _by_expert(ends_NL, size)
         to_M = jnp.zeros_like(back_S).at[back_S].set(jnp.arange(len(back_S)), unique_indices=True)
-        rows = self.experts(weights, _permuted(*vary_alike(got, to_M, back_S)), counts_NE.sum(0))
+        rows = self.experts(weights, _permuted(*vary_alike(got, to_M, back_S)), counts_NL.sum(0))
         back = exchange.all_to_all(_permuted(*vary_alike(rows, back_S, to_M)), self.axes, 0, 0)
         return from_slots(mark_saveable(back), weight_RK, slots)
 

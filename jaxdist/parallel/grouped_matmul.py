@@ -82,9 +82,9 @@ class _Blocks:
 
 
 @partial(jax.jit, static_argnames="transposed")
-def grouped_products(x_ND: jax.Array, w_EDF: jax.Array, counts_E: jax.Array, *, transposed: bool) -> jax.Array:
+def grouped_products(x: jax.Array, w: jax.Array, counts_E: jax.Array, *, transposed: bool) -> jax.Array:
     ways = (partial(way, transposed=transposed) for way in (_products_in_a_loop, kernels.row_products))
-    return _by_platform(*ways, (x_ND, w_EDF), counts_E)
+    return _by_platform(*ways, (x, w), counts_E)
 
 
 @jax.jit
@@ -101,20 +101,20 @@ def _by_platform(loop, on_gpu, arrays: tuple, counts_E):
     return lax.platform_dependent(*arrays, counts_E, cuda=on_gpu, default=loop)
 
 
-def _products_in_a_loop(x_ND, w_EDF, counts_E, *, transposed: bool):
-    blocks = _Blocks(len(x_ND), counts_E)
-    width = w_EDF.shape[1 if transposed else 2]
+def _products_in_a_loop(x, w, counts_E, *, transposed: bool):
+    blocks = _Blocks(len(x), counts_E)
+    width = w.shape[1 if transposed else 2]
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def body(block, y):
         group, _, start, from_here, _ = blocks.of(block)
-        rows = lax.dynamic_slice_in_dim(x_ND, start, blocks.size)
-        product = lax.dot_general(rows, lax.dynamic_index_in_dim(w_EDF, group, keepdims=False), contract)
+        rows = lax.dynamic_slice_in_dim(x, start, blocks.size)
+        product = lax.dot_general(rows, lax.dynamic_index_in_dim(w, group, keepdims=False), contract)
         # Rows of the next group are wrong here, and are written again by its own block.
         before = lax.dynamic_slice_in_dim(y, start, blocks.size)
         return lax.dynamic_update_slice_in_dim(y, jnp.where(from_here[:, None], product, before), start, 0)
 
-    empty = comm.varying_like(jnp.zeros((len(x_ND), width), x_ND.dtype), x_ND)
+    empty = comm.varying_like(jnp.zeros((len(x), width), x.dtype), x)
     return lax.fori_loop(jnp.zeros_like(blocks.number), blocks.number, body, empty)
 
 

@@ -44,11 +44,11 @@ def whole(w: jax.Array | LowRank) -> jax.Array:
     return w.total() if isinstance(w, LowRank) else w
 
 
-def linear(x_BTD: jax.Array, w: jax.Array | LowRank) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array | LowRank) -> jax.Array:
     """x[B, T, D] @ w[D, ...] -> [B, T, ...], as one flat matmul (a batched one is a third slower on CPU). Dims before D
     may be others."""
-    *rows, width = x_BTD.shape
-    x_RD, w_DF = x_BTD.reshape(-1, width), w.reshape(width, -1)
+    *rows, width = x.shape
+    x_RD, w_DF = x.reshape(-1, width), w.reshape(width, -1)
     y_RF = w_DF.product(x_RD) if isinstance(w_DF, LowRank) else x_RD @ w_DF
     return y_RF.reshape(*rows, *w.shape[1:])
 

@@ -29,21 +29,22 @@ def vocab_parallel_embedding(tokens_BT: jax.Array, table_VD: jax.Array, sp: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def look_up(num_rows: int, table_VD: jax.Array, index_BT: jax.Array) -> jax.Array:
-    """table[index] of every token. The gradient adds up in at least fp32 and is rounded once: JAX's own adds in the
-    table's dtype, in which 256 + 1 is 256, and a frequent token is in a micro-batch more often than that."""
-    return jnp.take(table_VD, index_BT, axis=0)
+def look_up(num_rows: int, table_VD: jax.Array, index: jax.Array) -> jax.Array:
+    """table[V, D], index[...] -> table[index][..., D].
+
+    The gradient adds up in at least fp32 and is rounded once: JAX's own adds in the table's dtype, in which 256 + 1 is
+    256, and a frequent token is in a micro-batch more often than that.
+    """
+    return jnp.take(table_VD, index, axis=0)
 
 
-def _look_up_gradient(num_rows: int, index_BT: jax.Array, d_BTD: jax.Array) -> tuple[jax.Array, None]:
-    wide = d_BTD.astype(jnp.promote_types(d_BTD.dtype, jnp.float32))
-    zeros_VD = comm.varying_like(jnp.zeros((num_rows, d_BTD.shape[-1]), wide.dtype), wide)
-    return zeros_VD.at[index_BT].add(wide).astype(d_BTD.dtype), None
+def _look_up_gradient(num_rows: int, index: jax.Array, d: jax.Array) -> tuple[jax.Array, None]:
+    wide = d.astype(jnp.promote_types(d.dtype, jnp.float32))
+    zeros_VD = comm.varying_like(jnp.zeros((num_rows, d.shape[-1]), wide.dtype), wide)
+    return zeros_VD.at[index].add(wide).astype(d.dtype), None
 
 
-look_up.defvjp(
-    lambda num_rows, table_VD, index_BT: (look_up(num_rows, table_VD, index_BT), index_BT), _look_up_gradient
-)
+look_up.defvjp(lambda num_rows, table_VD, index: (look_up(num_rows, table_VD, index), index), _look_up_gradient)
 
 
 @jax.custom_vjp

@@ -3,8 +3,10 @@
 import dataclasses
 import math
 import re
+import sys
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +14,14 @@ import numpy as np
 import pytest
 from conftest import DEVICES, in_sample
 
+import jaxdist
 from experiments.strategies import BY_NAME, STRATEGIES
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2Config
+from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.split_backward import inner_programs
 from jaxdist.parity import one_device
 from jaxdist.plan import formulas
@@ -26,6 +30,7 @@ from jaxdist.specs import local_bytes
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program, step_options
 
+PACKAGE = str(Path(jaxdist.__file__).parent)
 HLO_NAMES = {kind: kind for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
 HLO_NAMES["permute"] = "collective_permute"
 
@@ -432,3 +437,46 @@ def test_the_first_state_is_made_in_the_memory_of_what_it_is_made_from():
     draw, store, place = jax.make_jaxpr(lambda: program.init(0))().eqns
     assert not any(draw.params["donated_invars"])
     assert all(store.params["donated_invars"]) and all(place.params["donated_invars"])
+
+
+def proof(preset: str, mesh: str) -> RunConfig:
+    return RunConfig(PRESETS[preset], ParallelConfig(parse_mesh(mesh)), batch_size=16)
+
+
+NAMED = ("tp2-sp-ring", "dp2-cp2-tp2-sp-documents", "pp2-tp2-sp-zb-v-blocked", "dp4-tp2-sp-zero3-loss-chunks")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(pytest.param(BY_NAME[name].run_config(), id=name) for name in NAMED),
+        pytest.param(proof("llama-proof", "dp=2,tp=2"), id="llama"),
+        pytest.param(proof("moe-proof", "dp=2,ep=2"), id="experts"),
+    ],
+)
+def test_an_array_has_the_dims_that_its_name_tells(config):
+    """x_BTD has three, T1 is a T and a 1, and within a function a letter is one size: but for T, which sp divides."""
+    wrong, seen = set(), Counter()
+
+    def look(frame, event, _):
+        if event != "return" or not frame.f_code.co_filename.startswith(PACKAGE):
+            return
+        sizes = {"1": 1}
+        for name, value in frame.f_locals.items():
+            dims = re.search(r"_([A-Z][A-Z1]*)$", name)
+            if dims is None or not isinstance(value, jax.Array):
+                continue
+            seen[frame.f_code.co_filename] += 1
+            fits = [n == sizes.setdefault(d, n) or d == "T" for d, n in zip(dims[1], value.shape, strict=False)]
+            if value.ndim != len(dims[1]) or not all(fits):
+                wrong.add((frame.f_code.co_qualname, name, value.shape))
+
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    state, batch = program.abstract_state(), program.abstract_batch()
+    jax.clear_caches()  # a function that was traced before is not called again
+    sys.setprofile(look)
+    try:
+        program.step.trace(state, batch)
+    finally:
+        sys.setprofile(None)
+    assert not wrong and len(seen) > 5
