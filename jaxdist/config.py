@@ -71,7 +71,7 @@ def context_kinds(model: Model, mesh: MeshShape) -> tuple[str, ...]:
 
 
 UNUSED_BETAS = {"sgd": ("beta2",), "adafactor": ("beta1", "beta2")}
-OF_MUON = ("momentum", "nesterov", "muon_scale", "muon_coefficients", "muon_bf16")
+OF_MUON = ("momentum", "momentum_warmup_steps", "nesterov", "muon_scale", "muon_coefficients", "muon_bf16")
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ class OptimizerConfig:
     """Added to the root of AdamW's second moment."""
     momentum: float = 0.95
     """Momentum of Muon."""
+    momentum_warmup_steps: int = 0
+    """Steps in which Muon's momentum rises linearly, from 0.85."""
     nesterov: bool = True
     """Whether Muon's momentum is Nesterov's."""
     muon_scale: Literal["rms", "shape"] = "rms"
@@ -145,12 +147,11 @@ class OptimizerConfig:
                     "must be given only with muon: it would change nothing",
                     "Use optimizer=muon, or leave it out",
                 )
-        if not 0 <= self.warmup_steps <= MOST:
-            raise ConfigError(
-                f"warmup_steps={self.warmup_steps}",
-                f"must be a number of steps, 0 to {MOST:,}",
-                "Use 0 for no warm-up",
-            )
+        for name in ("warmup_steps", "momentum_warmup_steps"):
+            if not 0 <= (steps := getattr(self, name)) <= MOST:
+                raise ConfigError(
+                    f"{name}={steps}", f"must be a number of steps, 0 to {MOST:,}", "Use 0 for no warm-up"
+                )
 
 
 @cache

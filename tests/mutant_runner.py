@@ -2,7 +2,7 @@
 
 It has imported JAX and pytest but nothing of this project, and has started no backend, so a fork costs milliseconds.
 Requests and answers are JSON, one a line: {"folder", "tests", "marks", "seconds", "record"} -> {"code",
-"seconds"}.
+"seconds", "red": the test that was red, if one was}.
 """
 
 import importlib
@@ -47,7 +47,18 @@ class Recorder:
         return self.on_line
 
 
-def run_tests(folder: str, tests: list[str], marks: str, record: str | None) -> int:
+class FirstRed:
+    """A pytest plugin: writes the name of the test that is red to a pipe."""
+
+    def __init__(self, pipe: int):
+        self.pipe = pipe
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            os.write(self.pipe, report.nodeid.encode())
+
+
+def run_tests(folder: str, tests: list[str], marks: str, record: str | None, pipe: int) -> int:
     """pytest's exit code, or 1 for whatever else ends it. In a fork: it changes the process for good."""
     import pytest
 
@@ -62,28 +73,38 @@ def run_tests(folder: str, tests: list[str], marks: str, record: str | None) -> 
         os.dup2(silent, stream)
     options = ["-q", "-o", "addopts=", "-m", marks, "-p", "no:cacheprovider", "-p", "no:xdist"]
     if record is None:
-        return int(pytest.main([*options, "-x", *tests]))
+        return int(pytest.main([*options, "-x", *tests], plugins=[FirstRed(pipe)]))
     return int(pytest.main([*options, *tests], plugins=[Recorder(folder, record)]))
 
 
 def answer(request: dict) -> dict:
     start = time.monotonic()
+    red, pipe = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            code = run_tests(request["folder"], request["tests"], request["marks"], request["record"])
+            code = run_tests(request["folder"], request["tests"], request["marks"], request["record"], pipe)
         finally:
             os._exit(code)
+    os.close(pipe)
+    with os.fdopen(red, "rb") as told:
+        os.set_blocking(red, False)  # a program that a test started may hold the other end
+        code, seconds = wait(child, start, request["seconds"])
+        return {"code": code, "seconds": seconds, "red": (told.read() or b"").decode()}
+
+
+def wait(child: int, start: float, limit: float) -> tuple[int, float]:
+    """(exit code, seconds since `start`) of a child, which is killed at the limit."""
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         seconds = time.monotonic() - start
         if done:
-            return {"code": os.waitstatus_to_exitcode(status), "seconds": seconds}
-        if seconds > request["seconds"]:
+            return os.waitstatus_to_exitcode(status), seconds
+        if seconds > limit:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return {"code": TIMED_OUT, "seconds": seconds}
+            return TIMED_OUT, seconds
         time.sleep(0.05)
 
 

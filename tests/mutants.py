@@ -3,11 +3,11 @@
 python -m tests.mutants --sample 300 --seed 0
 python -m tests.mutants --sample 40 --paths jaxdist/parallel/zero.py
 
-`tests.planted_bugs` has the bugs that somebody thought of; these are the ones that nobody did. First the tests
-run once with every line that each of them executes written down. Then each mutant of the sample runs, in a copy of the
-tree, against the tests that execute its line, the fastest first, until one is red. A time limit counts as red, and is
-counted. What stays green is printed. Mutants that compute the same as the source are listed with a reason in
-`mutants_equivalent.toml`.
+`tests.planted_bugs` has the bugs that somebody thought of; these are the ones that nobody did. First the tests run once
+with every line that each of them executes written down. Then each mutant of the sample runs, in a copy of the tree,
+against tests that execute its line, until one is red: the fastest first, and those that noticed most mutants before. A
+time limit counts as red, and is counted. What stays green is printed. Mutants that compute the same as the source are
+listed with a reason in `mutants_equivalent.toml`.
 """
 
 import ast
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -228,6 +228,7 @@ class Coverage:
 
     def __init__(self, records: list[Path]):
         self.seconds: dict[str, float] = {}
+        self.times_red: Counter[str] = Counter()
         self.by_line: dict[tuple[str, int], set[str]] = defaultdict(set)
         self.by_file: dict[str, set[str]] = defaultdict(set)
         for record in records:
@@ -239,13 +240,14 @@ class Coverage:
                         self.by_line[path, line].add(row["test"])
 
     def of(self, mutant: Mutant, seconds: float) -> list[str]:
-        """The fastest tests that run the mutant's statement, together within `seconds`; at least one.
+        """Tests that run the mutant's statement, together within `seconds`, but at least one: those that take the least
+        time for each mutant that they noticed.
 
         What runs while a module is imported belongs to no test: there, the tests that run anything of the file.
         """
         found = set().union(*(self.by_line[mutant.path, line] for line in mutant.lines)) or self.by_file[mutant.path]
         chosen, total = [], 0.0
-        for test in sorted(found, key=lambda test: (self.seconds[test], test)):
+        for test in sorted(found, key=lambda test: (self.seconds[test] / (1 + self.times_red[test]), test)):
             total += self.seconds[test]
             if chosen and total > seconds:
                 break
@@ -280,12 +282,14 @@ class Runner:
             env={**os.environ, **cached, "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"},
         )
 
-    def run(self, tests: list[str], seconds: float, record: Path | None = None) -> int:
+    def run(self, tests: list[str], seconds: float, record: Path | None = None) -> tuple[int, str]:
+        """(pytest's exit code, the test that was red)."""
         request = {"folder": str(self.folder), "tests": tests, "marks": self.marks, "seconds": seconds}
         request["record"] = record and str(record)
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())["code"]
+        answer = json.loads(self.process.stdout.readline())
+        return answer["code"], answer["red"]
 
     def record(self, file: Path, out: Path) -> Path:
         """Run a file of tests once with every line of jaxdist that each test executes written down.
@@ -300,19 +304,20 @@ class Runner:
         if not record.exists():
             partial = record.with_suffix(".partial")
             partial.write_bytes(b"")
-            code = self.run([test], 3600, partial)
+            code, _ = self.run([test], 3600, partial)
             if code not in (0, NO_TESTS):
                 raise RuntimeError(f"{test} is red without a mutant (exit code {code})")
             partial.rename(record)
         return record
 
-    def verdict(self, mutant: Mutant, tests: list[str], seconds: float) -> str:
-        """RED, TIME_LIMIT, or SURVIVES."""
+    def verdict(self, mutant: Mutant, tests: list[str], seconds: float) -> tuple[str, str]:
+        """(RED, TIME_LIMIT, or SURVIVES; the test that was red)."""
         path = self.folder / mutant.path
         source = path.read_bytes()
         path.write_bytes(mutant.planted(source))
         try:
-            return {0: SURVIVES, TIMED_OUT: TIME_LIMIT}.get(self.run(tests, seconds), RED)
+            code, red = self.run(tests, seconds)
+            return {0: SURVIVES, TIMED_OUT: TIME_LIMIT}.get(code, RED), red
         finally:
             path.write_bytes(source)
 
@@ -394,7 +399,7 @@ def main(flags: MutantFlags, console: Console) -> int:
     verdicts = out / "verdicts.jsonl"
     known = {}
     if verdicts.exists():
-        known = dict(map(json.loads, verdicts.read_text(encoding="utf-8").splitlines()))
+        known = {name: found for name, *found in map(json.loads, verdicts.read_text(encoding="utf-8").splitlines())}
     console.print(f"{len(every):,} mutants, {len(sample)} of them sampled with seed {flags.seed}")
 
     # The files of most bytes tend to take longest, and begin first.
@@ -402,21 +407,26 @@ def main(flags: MutantFlags, console: Console) -> int:
     with Runners(flags.jobs, out / "compiled", DEFAULT if flags.default_only else CI) as runners:
         recorded = runners.map(lambda runner, file: runner.record(file, out), files, "recording which lines tests run")
         tests = Coverage([record for _, record in recorded])
+        tests.times_red.update(red for _, red in known.values() if red)
 
-        def judge(runner: Runner, mutant: Mutant) -> str:
+        def judge(runner: Runner, mutant: Mutant) -> tuple[str, str]:
             chosen = tests.of(mutant, flags.seconds)
             limit = 120 + 5 * sum(tests.seconds[test] for test in chosen)
-            return runner.verdict(mutant, chosen, limit) if chosen else SURVIVES
+            return runner.verdict(mutant, chosen, limit) if chosen else (SURVIVES, "")
 
-        tried = [mutant for mutant in judged if known.get(mutant.name, SURVIVES) == SURVIVES]
-        for mutant, verdict in runners.map(judge, tried, "mutants"):
-            known[mutant.name] = verdict
+        # Survivors of an earlier run come last, when it is known which tests notice most.
+        tried = [m for m in judged if m.name not in known] + [
+            m for m in judged if known.get(m.name, "")[:1] == [SURVIVES]
+        ]
+        for mutant, (verdict, red) in runners.map(judge, tried, "mutants"):
+            known[mutant.name] = verdict, red
+            tests.times_red[red] += bool(red)
             with verdicts.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([mutant.name, verdict]) + "\n")
+                file.write(json.dumps([mutant.name, verdict, red]) + "\n")
             if verdict == SURVIVES:
                 console.print(f"survives: {mutant.name}", markup=False, soft_wrap=True)
 
-    ended = [known[mutant.name] for mutant in judged]
+    ended = [known[mutant.name][0] for mutant in judged]
     killed = len(ended) - ended.count(SURVIVES)
     console.print(
         f"{killed} of {len(judged)} mutants turn a test red ({killed / max(len(judged), 1):.1%}), "

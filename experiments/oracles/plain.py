@@ -39,6 +39,7 @@ class Recipe:
     lr_schedule: str = "cosine"
     balance_rate: float = 0.0
     momentum: float = 0.95
+    momentum_warmup_steps: int = 0
     nesterov: bool = True
     muon_scale: str = "rms"
     muon_coefficients: str = "original"
@@ -304,14 +305,22 @@ def muon(recipe: Recipe, t: float, grads: dict, moments: dict) -> tuple[dict, di
     others = {name: g for name, g in grads.items() if not has_matrices(name)}
     found, after = direction(replace(recipe, optimizer="adamw"), t, others, moments)
     after["b"] = {}
+    before, now = momentum(recipe, t - 1), momentum(recipe, t)
     for name, g in ours.items():
-        b = after["b"][name] = recipe.momentum * moments["b"][name] + g
-        stacked = as_matrices(name, g + recipe.momentum * b if recipe.nesterov else b)
+        b = now * (1 - before) * moments["b"][name] + (1 - now) * g  # what is kept is b / (1 - momentum)
+        after["b"][name] = b / (1 - now)
+        stacked = as_matrices(name, (1 - now) * g + now * b if recipe.nesterov else b)
         *_, outputs, inputs = stacked.shape
         flat = [orthogonal(recipe.muon_coefficients, each) for each in stacked.reshape(-1, outputs, inputs)]
         scale = 0.2 * np.sqrt(max(outputs, inputs)) if recipe.muon_scale == "rms" else np.sqrt(max(1, outputs / inputs))
         found[name] = scale * from_matrices(name, jnp.stack(flat).reshape(stacked.shape), g.shape)
     return found, after
+
+
+def momentum(recipe: Recipe, t: float) -> float:
+    """From 0.85, in a straight line; t counts from 1."""
+    done = jnp.clip((t - 1) / recipe.momentum_warmup_steps, 0, 1) if recipe.momentum_warmup_steps else 1.0
+    return 0.85 + done * (recipe.momentum - 0.85)
 
 
 def has_matrices(name: str) -> bool:

@@ -96,7 +96,7 @@ class Sent(NamedTuple):
 def scale_by_muon(
     matrices: Any,
     *,
-    momentum: float = 0.95,
+    momentum: float | optax.Schedule = 0.95,
     nesterov: bool = True,
     scale: str = "rms",
     coefficients: str = "original",
@@ -104,8 +104,8 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     """Muon's direction of gradients on local shards, as the matrices of whole arrays would have it; no learning rate.
 
-    matrices: a `Matrix` for each leaf of the gradients, in a tree that may have more. bf16: of operands of products,
-    whose sums stay wide. One moment: the momentum.
+    matrices: a `Matrix` for each leaf of the gradients, in a tree that may have more. momentum: or a schedule of the
+    `step` that updates are given. bf16: of operands of products, whose sums stay wide. One moment: the momentum.
     Sends: as `messages` says, of each leaf. Outside of `shard_map` every leaf is whole.
     """
     by_path = dict(jax.tree.leaves_with_path(matrices))
@@ -117,7 +117,24 @@ def scale_by_muon(
     def orthogonalized(updates, params=None):
         return jax.tree.map_with_path(direction, updates)
 
-    return optax.chain(optax.trace(momentum, nesterov), optax.stateless(orthogonalized))
+    trace = scheduled_trace(momentum, nesterov) if callable(momentum) else optax.trace(momentum, nesterov)
+    return optax.chain(trace, optax.stateless(orthogonalized))
+
+
+def scheduled_trace(momentum: optax.Schedule, nesterov: bool) -> optax.GradientTransformationExtraArgs:
+    """`optax.trace`, whose decay is `momentum(step)`.
+
+    As published, b <- m b + (1 - m) g. The trace is b / (1 - m): the same direction, and optax's where m is constant.
+    """
+
+    def traced(grads, state: optax.TraceState, params=None, *, step: jax.Array, **_):
+        now = momentum(step)
+        carried = now * (1 - momentum(step - 1)) / (1 - now)
+        trace = jax.tree.map(lambda g, t: g + carried * t, grads, state.trace)
+        updates = jax.tree.map(lambda g, t: g + now * t, grads, trace) if nesterov else trace
+        return updates, optax.TraceState(trace)
+
+    return optax.GradientTransformationExtraArgs(optax.trace(0.0).init, traced)
 
 
 @jax.named_scope("orthogonalize")

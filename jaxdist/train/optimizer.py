@@ -27,7 +27,7 @@ RULES: dict[str, Callable[[OptimizerConfig, Layout], optax.GradientTransformatio
         {
             "matrices": scale_by_muon(
                 jax.tree.map(matrix_of, layout.leaves),
-                momentum=config.momentum,
+                momentum=muon_momentum(config),
                 nesterov=config.nesterov,
                 scale=config.muon_scale,
                 coefficients=config.muon_coefficients,
@@ -38,6 +38,15 @@ RULES: dict[str, Callable[[OptimizerConfig, Layout], optax.GradientTransformatio
         jax.tree.map(lambda leaf: "matrices" if leaf.param.matrix else "others", layout.leaves),
     ),
 }
+
+
+MUON_START = 0.85
+
+
+def muon_momentum(config: OptimizerConfig) -> float | optax.Schedule:
+    """Muon's momentum; by step where it rises (as in Jordan et al.'s runs: github.com/KellerJordan/modded-nanogpt)."""
+    steps, top = config.momentum_warmup_steps, config.momentum
+    return optax.linear_schedule(min(MUON_START, top), top, steps) if steps else top
 
 
 def matrix_of(leaf: Leaf) -> Matrix | None:

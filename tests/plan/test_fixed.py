@@ -26,7 +26,7 @@ CLUSTERS = (
     (GPT, 16, Cluster(find_hardware("a100-80"), 1, 4)),
     (EXPERTS, 8, Cluster(find_hardware("h100"), 2, 4)),
 )
-AXES = {"pp": (1, 2, 4), "tp": (1, 2, 4), "dp": (1, 2, 4), "cp": (1, 2), "replica": (1, 2)}
+AXES = {"pp": (1, 2, 4), "tp": (1, 2, 4), "dp": (1, 2, 4), "cp": (1, 2), "replica": (1, 2), "ep": (1, 2, 4)}
 COLUMNS = {
     "zero": (0, 1, 2, 3),
     "sp": (0, 1),
@@ -37,6 +37,7 @@ COLUMNS = {
     "accumulate": (1, 2),
     "microbatches": (4, 8),
     "keep": (0, 1),
+    "over_tp": (0, 1),
 }
 
 

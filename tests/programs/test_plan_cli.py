@@ -410,6 +410,7 @@ FLAGS = {
     "beta2": ("0.99", [], None, None),
     "eps": ("1e-6", [], None, None),
     "momentum": ("0.9", ["--optimizer", "muon"], None, None),
+    "momentum_warmup_steps": ("300", ["--optimizer", "muon"], None, None),
     "nesterov": (None, ["--optimizer", "muon"], None, None),
     "muon_scale": ("shape", ["--optimizer", "muon"], None, None),
     "muon_coefficients": ("dion", ["--optimizer", "muon"], None, None),

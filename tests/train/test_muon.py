@@ -26,6 +26,7 @@ from jaxdist.models.lora import LoRA
 from jaxdist.parallel import muon
 from jaxdist.params import Param
 from jaxdist.plan.proof.trace import collectives_of, equations
+from jaxdist.train.optimizer import muon_momentum
 from jaxdist.train.program import build_program
 
 MESH = parse_mesh("dp=2,tp=2")
@@ -100,8 +101,8 @@ def test_sums_are_exact_on_the_longer_side_too(shape, split):
 
 
 @pytest.mark.parametrize("scale", ["shape", "rms"])
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_five_updates_are_those_of_torch(scale, nesterov, monkeypatch):
+@pytest.mark.parametrize(("nesterov", "warmup"), [(True, 0), (False, 0), (True, 3), (False, 3)])
+def test_five_updates_are_those_of_torch(scale, nesterov, warmup, monkeypatch):
     """Whose weights are [output, input], and whose iterations run in bfloat16 unless that is taken for float64."""
     torch = pytest.importorskip("torch", reason="pip install -e '.[oracle]'")
     if not hasattr(torch.optim, "Muon"):
@@ -114,7 +115,10 @@ def test_five_updates_are_those_of_torch(scale, nesterov, monkeypatch):
     optimizer = torch.optim.Muon(
         theirs.values(), lr, decay, momentum=0.9, nesterov=nesterov, adjust_lr_fn=adjust, eps=muon.EPS
     )
-    for _ in range(5):
+    rule = OptimizerConfig("muon", momentum=0.9, momentum_warmup_steps=warmup)
+    for number in range(5):
+        if warmup:
+            optimizer.param_groups[0]["momentum"] = 0.85 + 0.05 * min(number / warmup, 1)
         grads.append({name: draw(size=x.shape) for name, x in start.items()})
         for name, p in theirs.items():
             p.grad = torch.tensor(grads[-1][name].T.copy())
@@ -122,14 +126,16 @@ def test_five_updates_are_those_of_torch(scale, nesterov, monkeypatch):
     with jax.enable_x64(True):
         matrices = {name: muon.Matrix(x.shape, ("in", "out"), ()) for name, x in start.items()}
         ours = optax.chain(
-            muon.scale_by_muon(matrices, momentum=0.9, nesterov=nesterov, scale=scale),
+            muon.scale_by_muon(matrices, momentum=muon_momentum(rule), nesterov=nesterov, scale=scale),
             optax.add_decayed_weights(decay),
             optax.scale(-lr),
         )
         params = jax.tree.map(jnp.asarray, start)
         state = ours.init(params)
-        for each in grads:
-            updates, state = ours.update(jax.tree.map(jnp.asarray, each), state, params)
+        for number, each in enumerate(grads):
+            updates, state = ours.update(
+                jax.tree.map(jnp.asarray, each), state, params, step=jnp.asarray(float(number))
+            )
             params = optax.apply_updates(params, updates)
     for name, p in theirs.items():
         np.testing.assert_allclose(params[name], p.detach().numpy().T, rtol=1e-10, atol=1e-12, err_msg=name)
@@ -144,7 +150,7 @@ MESHES = {
     "one": muon_run(),
     "one-fp32": muon_run(dtype="float32"),
     "one-shape-dion": muon_run(rule={"muon_scale": "shape", "muon_coefficients": "dion", "nesterov": False}),
-    "experts": muon_run(MIXTRAL),
+    "experts": muon_run(MIXTRAL, rule={"momentum_warmup_steps": 3}),
     **{f"dp4-zero{zero}": muon_run(mesh="dp=4", parallel={"zero": zero}) for zero in range(4)},
     "dp8-zero1-padded": muon_run(mesh="dp=8", parallel={"zero": 1}),
     "tp2": muon_run(mesh="tp=2"),
@@ -153,7 +159,9 @@ MESHES = {
     **{f"dp2-tp2-zero{zero}": muon_run(mesh="dp=2,tp=2", parallel={"zero": zero}) for zero in (1, 2, 3)},
     "dp2-tp2-zero1-fp32": muon_run(mesh="dp=2,tp=2", parallel={"zero": 1}, dtype="float32"),
     "pp2-zb-h1-uneven": muon_run(mesh="pp=2", parallel={"schedule": "zb-h1", "stages": "1,2"}),
-    "pp2-dp2-zero1": muon_run(mesh="pp=2,dp=2", parallel={"zero": 1, "stages": "2,1"}),
+    "pp2-dp2-zero1": muon_run(
+        mesh="pp=2,dp=2", parallel={"zero": 1, "stages": "2,1"}, rule={"momentum_warmup_steps": 8}
+    ),
     "replica2-dp2-zero2": muon_run(mesh="replica=2,dp=2", parallel={"zero": 2}),
     "cp2-zero3": muon_run(LLAMA, "cp=2", parallel={"zero": 3}),
     "ep2-zero1": muon_run(MIXTRAL, "dp=4,ep=2", parallel={"zero": 1}),
