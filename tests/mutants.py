@@ -240,12 +240,14 @@ class Coverage:
                         self.by_line[path, line].add(row["test"])
 
     def of(self, mutant: Mutant, seconds: float) -> list[str]:
-        """Tests that run the mutant's statement, together within `seconds`, but at least one: those that take the least
-        time for each mutant that they noticed.
+        """Tests that run the mutant's line, or else its statement: together within `seconds`, at least one, and those
+        that take the least time for each mutant that they noticed.
 
         What runs while a module is imported belongs to no test: there, the tests that run anything of the file.
         """
-        found = set().union(*(self.by_line[mutant.path, line] for line in mutant.lines)) or self.by_file[mutant.path]
+        found = self.by_line[mutant.path, mutant.line]
+        found = found or set().union(*(self.by_line[mutant.path, line] for line in mutant.lines))
+        found = found or self.by_file[mutant.path]
         chosen, total = [], 0.0
         for test in sorted(found, key=lambda test: (self.seconds[test] / (1 + self.times_red[test]), test)):
             total += self.seconds[test]

@@ -178,7 +178,8 @@ def break_text(whole: Result, result: Result) -> str:
     """The first few checks that are red; the command prints all."""
     before = {check.name: check.found for check in whole.checks}
     rows = [[check.name, before[check.name], check.found] for check in result.checks if not check.ok]
-    counts = f"Red: {len(rows)} of {len(result.checks)} checks."
+    more = f" The first {SHOWN} are shown." * (len(rows) > SHOWN)
+    counts = f"Red: {len(rows)} of {len(result.checks)} checks.{more}"
     return table_text(Table("break", ["red", "as it should be", "broken"], rows[:SHOWN])) + f"\n\n{counts}"
 
 
