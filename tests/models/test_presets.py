@@ -40,6 +40,48 @@ def test_a_preset_has_as_many_parameters_as_were_published(name):
     assert sum(math.prod(tensor.shape) for tensor in tensors_of(model)) == PUBLISHED[name]
 
 
+# Their config.json, by what is in it: model_type, hidden and feed-forward width, layers, heads, key heads, positions,
+# vocabulary, base of the rotary frequencies, epsilon, and what else they say.
+LLAMA_32 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+QWEN = {"head_dim": 128, "use_sliding_window": False, "attention_bias": False}
+MOE = {**QWEN, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
+TIED = {"tie_word_embeddings": True}
+CONFIGS = {
+    "llama3-8b": ("llama", 4096, 14336, 32, 32, 8, 8192, 128256, 5e5, 1e-5, {}),
+    "llama3-70b": ("llama", 8192, 28672, 80, 64, 8, 8192, 128256, 5e5, 1e-5, {}),
+    "llama3.2-1b": (
+        *("llama", 2048, 8192, 16, 32, 8, 131072, 128256, 5e5, 1e-5),
+        {**TIED, "head_dim": 64, "rope_scaling": {**LLAMA_32, "original_max_position_embeddings": 8192}},
+    ),
+    "qwen3-0.6b": ("qwen3", 1024, 3072, 28, 16, 8, 40960, 151936, 1e6, 1e-6, {**QWEN, **TIED}),
+    "qwen3-8b": ("qwen3", 4096, 12288, 36, 32, 8, 40960, 151936, 1e6, 1e-6, QWEN),
+    "qwen3-32b": ("qwen3", 5120, 25600, 64, 64, 8, 40960, 151936, 1e6, 1e-6, QWEN),
+    "mistral-7b-v0.1": ("mistral", 4096, 14336, 32, 32, 8, 32768, 32000, 1e4, 1e-5, {"sliding_window": 4096}),
+    "mistral-7b-v0.3": ("mistral", 4096, 14336, 32, 32, 8, 32768, 32768, 1e6, 1e-5, {"sliding_window": None}),
+    "mixtral-8x7b": ("mixtral", 4096, 14336, 32, 32, 8, 32768, 32000, 1e6, 1e-5, {"num_local_experts": 8}),
+    "mixtral-8x22b": ("mixtral", 6144, 16384, 56, 48, 8, 65536, 32000, 1e6, 1e-5, {"num_local_experts": 8}),
+    "qwen3-30b-a3b": (
+        *("qwen3_moe", 2048, 6144, 48, 32, 4, 40960, 151936, 1e6, 1e-6),
+        {**MOE, "moe_intermediate_size": 768},
+    ),
+    "qwen3-235b-a22b": (
+        *("qwen3_moe", 4096, 12288, 94, 64, 4, 40960, 151936, 1e6, 1e-6),
+        {**MOE, "moe_intermediate_size": 1536},
+    ),
+}
+FIELDS = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "max_position_embeddings", "vocab_size", "rope_theta", "rms_norm_eps"),
+)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_preset_is_its_published_config(name):
+    *values, more = CONFIGS[name]
+    config = {"hidden_act": "silu", "tie_word_embeddings": False, **dict(zip(FIELDS, values, strict=True)), **more}
+    assert model_from_config(config) == PRESETS[name]
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_there_and_back(name):
     model = PRESETS[name]
