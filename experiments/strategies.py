@@ -273,7 +273,7 @@ STRATEGIES = [
     Strategy("pp4-balanced", "pp=4", {"stages": "balanced"}, num_layers=13),
     Strategy("pp2-remat-block", "pp=2", {"remat": "block"}, num_layers=6, sample=True),
     Strategy("pp2-tp2-sp-remat-block", "pp=2,tp=2", {"sp": True, "remat": "block"}),
-    Strategy("pp2-remat-every-2-of-3", "pp=2", {"remat": "every-2", "schedule": "zb-h1"}, num_layers=6),
+    Strategy("pp2-remat-every-2-of-3", "pp=2", {"remat": "every-2", "schedule": "zb-h1"}, num_layers=6, sample=True),
     Strategy("pp2-remat-chunk", "pp=2", {"remat": "chunk"}, num_layers=6),
     Strategy("pp2-cp2-remat-chunk-accumulate", "pp=2,cp=2", {"remat": "chunk", "accumulate": 2, "zero": 1}),
     Strategy(

@@ -3,10 +3,10 @@
 python -m tests.sample --minutes 8        needs coverage and pytest-cov, and more than an hour of two cores
 
 Every test runs once, with the lines that it executes (in programs that it starts too) and its time written down. What
-takes less than half a second stays. Of the others one is added after the other, by what it runs that none before it
-ran, a second: lines, a test function of its own, values of parameters. Those left out are written to
-`tests/left_out.txt`, and `conftest` marks them. Whether the sample catches what all tests catch is counted by
-`tests.mutants --default-only`.
+takes less than half a second stays, and so does what `tests/kept.txt` names: comparisons of values. Of the others one
+is added after the other, by what it runs that none before it ran, a second: lines, a test function of its own, values
+of parameters. Those left out are written to `tests/left_out.txt`, and `conftest` marks them. Whether the sample catches
+what all tests catch is counted by `tests.mutants --default-only`.
 """
 
 import re
@@ -24,6 +24,9 @@ from experiments.cli import run_program
 from tests.planted_bugs import ROOT, all_bugs
 
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
+KEPT = Path(__file__).with_name(
+    "kept.txt"
+)  # written by hand: a test that runs a line may compare nothing that comes of it
 SHORT = 0.5  # seconds of a test that always stays
 OF_A_FUNCTION, OF_A_VALUE = 25, 3  # what a test function, or a value of a parameter, counts for; a line counts for 1
 TEST = re.compile(r"tests/\w+/test_.*?(?= \((?:call|setup|teardown)\)$|\|(?:run|setup|teardown)$)")
@@ -90,7 +93,8 @@ def lines_of(path: Path) -> dict[str, set]:
 def choose(ran: dict[str, set], seconds: dict[str, float], most: float) -> set[str]:
     """The tests of a sample that takes `most` seconds, where short ones and those of planted bugs leave so much."""
     named = [name for bug in all_bugs() for name in bug.tests]
-    sample = {test for test in seconds if seconds[test] < SHORT or test in named or function(test) in named}
+    stay = {*named, *KEPT.read_text(encoding="utf-8").splitlines()}
+    sample = {test for test in seconds if seconds[test] < SHORT or {test, function(test)} & stay}
     spent = sum(seconds[test] for test in sample)
     seen = set().union(*(ran.get(test, set()) | extras(test).keys() for test in sample))
 

@@ -1,8 +1,10 @@
 """Models and steps that are not ours: the examples of docs/own-model.md, a Llama-like toy, and what is refused."""
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import jax
@@ -21,10 +23,11 @@ from jaxdist.config import RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, parse_mesh
+from jaxdist.models.base import declare
 from jaxdist.models.flax import FlaxModel, LanguageModel, stack_layers
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.traced import head_in_layers, parts_using
-from jaxdist.params import Param
+from jaxdist.params import Param, named_params
 from jaxdist.parity import compare, in_float64, observe, random_parameters
 from jaxdist.placement import make_layout
 from jaxdist.plan.formulas import ModelShape
@@ -292,6 +295,16 @@ class Gained(Llama):
 def test_a_single_number_is_a_parameter_and_its_cancelled_gradient_equal(mesh, parallel):
     report = jaxdist.verify(Gained(num_layers=2), mesh=mesh, batch_size=8, steps=2, **parallel).require()
     assert {"gain", "blocks.gain[1]"} <= {each.name for each in report.differences if each.kind == "gradient"}
+
+
+def test_declared_parameters_begin_with_their_mean_and_spread():
+    model = Alternating(num_layers=4)
+    values, others = model.initial_values(3), model.initial_values(4)
+    for name, param in named_params(declare(model)):
+        x, other = (np.asarray(reduce(dict.__getitem__, name.split("."), tree)) for tree in (values, others))
+        few = 4 * (param.std or 1) / math.sqrt(x.size)
+        assert x.shape == param.shape and abs(x.mean() - param.mean) < few, name
+        assert abs(x.std() - param.std) < few and (not param.std or (x != other).all()), name
 
 
 def test_kinds_repeat_a_whole_number_of_times():

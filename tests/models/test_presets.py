@@ -75,6 +75,12 @@ FIELDS = (
 )
 
 
+def test_gpt_2_is_its_published_config():
+    config = {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024, "n_inner": None}
+    config |= {"vocab_size": 50257, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
+    assert model_from_config(config) == PRESETS["gpt2-1.5b"]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_preset_is_its_published_config(name):
     *values, more = CONFIGS[name]
@@ -99,7 +105,7 @@ def test_files_name_models_without_config():
 
 def test_a_decoder_s_initial_values_have_the_spread_of_gpt_2_s():
     """0.02; 0.02 / sqrt(2 layers) of what is added to the residual, twice a layer (GPT-2, section 2.3); norms are 1."""
-    model = dataclasses.replace(PRESETS["moe-proof"], num_layers=8, kinds=("dense", "full"), shared_width=32)
+    model = dataclasses.replace(PRESETS["moe-proof"], num_layers=8, kinds=("dense", "full"), shared_width=32, top_k=8)
     for drawn in split_kinds(model, model.initial_values(0)["blocks"]):
         for name, x in flatten_dict(drawn, sep=".").items():
             last = name.split(".")[-1]

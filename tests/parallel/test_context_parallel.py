@@ -154,6 +154,24 @@ def test_a_zig_zag_gives_every_rank_as_many_scores(ranks):
     assert len({int((positions + 1).sum()) for positions in order}) == 1
 
 
+@pytest.mark.parametrize("split", [Split(4), Split(4, 2), Split(8, 2), Split(8, 4), Split(4, 4)], ids=str)
+def test_a_rank_has_its_chunks_and_all_together_the_sequence(split):
+    """Rank after rank: of groups in a zig-zag the first and the last chunk that is left, divided among their ranks."""
+    whole = np.arange(2 * 8 * split.ranks).reshape(2, -1)
+    parts = P(None, "cp") if split.ranks > 1 else P()
+    on_mesh = jax.shard_map(
+        lambda x: (split.cut(x), split.gather(split.cut(x))[None]),
+        mesh=make_mesh(MeshShape(cp=split.ranks), DEVICES),
+        in_specs=P(),
+        out_specs=(parts, P("cp")),
+    )
+    held, back = jax.jit(on_mesh)(whole)
+    chunks = np.split(np.arange(whole.shape[1]), 2 * split.groups)
+    order = np.concatenate([np.concatenate([chunks[g], chunks[-1 - g]]) for g in range(split.groups)])
+    np.testing.assert_array_equal(held, whole[:, order])
+    assert (np.asarray(back) == whole).all()
+
+
 def test_layers_in_a_loop_keep_nothing_as_large_as_scores(monkeypatch):
     """JAX computes what no layer changes before the loop over layers: masks, unless they depend on the queries."""
     monkeypatch.setattr(blocked, "MOST_POSITIONS", 8)

@@ -222,7 +222,7 @@ def test_what_a_plan_would_not_count_is_refused_and_counted_among_flops():
 def test_names_of_arrays_are_read_as_written():
     made = ("dot_general", ((499 * 1024, 768), (768, 2304), (499,), ()))
     name = name_array(made, 499)
-    assert name == "dot_general:1024rx768-768x2304-r-" and is_array(name)
+    assert name == "dot_general:1024rx768-768x2304-r-" and is_array(name) and not is_array("add:4y")
     assert read_arrays(f"repeat:{name}+scatter-add:4x16r", 16) == {
         ("dot_general", ((16 * 1024, 768), (768, 2304), (16,), ())),
         ("scatter-add", ((4, 256),)),
