@@ -1,6 +1,6 @@
 """Every layout a model can have on a cluster, as numpy columns: enumerated by the rules of `RunConfig`, scored, ranked.
 
-Nothing is traced and no device is used; `memory` and `time_model` do the arithmetic, a column at a time. A layout is
+No device is used; `program_memory` and `time_model` do the arithmetic, a column at a time. A layout is
 enumerated once: of settings that give the same program (`RunConfig.warnings` says which change nothing) only the plain
 one is here.
 

@@ -685,7 +685,7 @@ class _Step:
         """Seconds of what an optimizer does for whole matrices, none of which hides."""
         layout, peaks = self.layout, self.cluster.hardware.peak_flops
         wide = peaks.get("tfloat32", peaks.get("bfloat16", self.peak))
-        peak = peaks.get("bfloat16", wide) if layout.update_bf16 else wide
+        peak = np.where(layout.update_bf16, peaks.get("bfloat16", wide), wide)
         data, tp = np.asarray(layout.update_over_data), np.asarray(layout.update_over_tp)
         copies, ranks = np.asarray(layout.update_over_copies), self.replica * self.dp * self.cp
         gather = np.where(

@@ -75,7 +75,7 @@ def numbers(page: str, pattern: str) -> list[int]:
 @pytest.mark.parametrize(
     ("page", "pattern", "expected"),
     [
-        ("README.md", r"\| {} strategies, first gradients", len(STRATEGIES)),
+        ("README.md", r"\| {} strategies, first gradients", len(STRATEGIES) + len(EXPERTS)),
         ("README.md", "counted while {} layouts ran", len(LAYOUTS)),
         ("docs/proof.md", "one step of each of {} layouts", len(LAYOUTS)),
         ("docs/proof.md", "`--all` runs {} named strategies", len(STRATEGIES) + len(EXPERTS)),
