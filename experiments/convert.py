@@ -48,6 +48,7 @@ from jaxdist.parity import forward_logits, observe
 from jaxdist.placement import make_layout
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, Devices, acquire_devices
+from jaxdist.runtime.metrics import holds_run
 from jaxdist.strategy import ParallelConfig
 
 from .cli import ProcessFlags, run_program
@@ -105,8 +106,8 @@ def import_weights(flags: Hf, console: Console) -> int:
     parallel, devices = placed_on(flags)
     jax.config.update("jax_enable_x64", np.dtype(np.float64) in dtypes.values())
     checkpoints = Checkpoints(flags.out)
-    if checkpoints.steps():
-        raise ConfigError(f"--out {flags.out}", "must not hold a checkpoint yet", "Choose another folder")
+    if checkpoints.steps() or holds_run(checkpoints.folder):
+        raise ConfigError(f"--out {flags.out}", "must not hold a checkpoint or a run yet", "Choose another folder")
     proof = prove(flags, model, parallel, devices)
     if proof.failed:
         console.print(f"[bold red]not converted:[/] {escape(proof.text)}", soft_wrap=True)
@@ -134,7 +135,7 @@ def export_weights(flags: Ours, console: Console) -> int:
     weights = find_weights(flags.path, "path", trust=flags.trust)
     jax.config.update("jax_enable_x64", np.dtype(np.float64) in weights.dtypes.values())
     arrays = weights.read(abstract(weights.model, parallel, devices, weights.dtypes))
-    say_not_finite(arrays, console)
+    say_not_finite(arrays, console, None if flags.dtype == "source" else flags.dtype)
     source = None if weights.source is None else source_from(weights.source)
     dtype = None if flags.dtype == "source" else safetensors.NAMES[jnp.dtype(flags.dtype)]
     write_weights(flags.out, weights.model, arrays, source, dtype, weights.write_companions)
@@ -146,10 +147,11 @@ def export_weights(flags: Ours, console: Console) -> int:
     return 0
 
 
-def say_not_finite(arrays: dict[str, jax.Array], console: Console) -> None:
-    """Warn of parameters that are NaN or infinite: they are converted as they are."""
-    finite = fetch({name: jax.jit(lambda x: jax.numpy.isfinite(x).all())(x) for name, x in arrays.items()})
-    if bad := [name for name, is_finite in finite.items() if not is_finite]:
+def say_not_finite(arrays: dict[str, jax.Array], console: Console, dtype: str | None = None) -> None:
+    """Warn of parameters that are NaN or infinite, or become so in this dtype: they are converted all the same."""
+    is_finite = jax.jit(lambda x: jax.numpy.isfinite(x.astype(dtype or x.dtype)).all())
+    finite = fetch({name: is_finite(x) for name, x in arrays.items()})
+    if bad := [name for name, good in finite.items() if not good]:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         console.print(f"[yellow]warning:[/] not finite: {', '.join(bad[:3])}{more}", soft_wrap=True)
 

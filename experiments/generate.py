@@ -24,7 +24,7 @@ from jaxdist.checkpoint.trained import Weights, find_weights
 from jaxdist.data.prepared import TOKENIZER
 from jaxdist.data.text_stream import TextStream
 from jaxdist.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
-from jaxdist.errors import ConfigError, require_positive
+from jaxdist.errors import ConfigError, is_utf8, require_positive
 from jaxdist.files import BYTE_ORDER_MARK, read_text_file
 from jaxdist.generation import NO_TOKEN, Generator, Sampling, build_generator, bytes_per_token
 from jaxdist.mesh import make_mesh, parse_mesh
@@ -94,18 +94,22 @@ class GenerateFlags(ProcessFlags):
         found = json.loads(processes.from_first("prompts", json.dumps(found)))
         if not found:
             raise ConfigError("no prompt", "there must be text to continue", "Give --prompt TEXT or --prompts FILE")
+        if bad := [number for number, text in enumerate(found, 1) if not is_utf8(text)]:
+            raise ConfigError(f"prompt {bad[0]}", "must be UTF-8", "Convert it")
         return found
 
 
 def read_prompts(path: str) -> list[str]:
     """Raises: ConfigError naming the line that is no prompt."""
-    text = (
-        sys.stdin.read(MOST_PROMPT_BYTES) if path == "-" else read_text_file("--prompts", Path(path), MOST_PROMPT_BYTES)
-    )
-    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    most = MOST_PROMPT_BYTES
+    text = sys.stdin.read(most + 1) if path == "-" else read_text_file("--prompts", Path(path), most)
+    if len(text) > most:
+        raise ConfigError(f"prompts={path!r}", f"must have at most {most:,} characters", "Divide them")
+    text = text.removeprefix(BYTE_ORDER_MARK)
+    lines = {number: line.removesuffix("\r") for number, line in enumerate(text.split("\n"), 1) if line.strip()}
     if not lines:
         raise ConfigError(f"prompts={path!r}", "must have a line", "Write a prompt on each line")
-    if not path.endswith(".jsonl"):
+    if not path.lower().endswith(".jsonl"):
         return list(lines.values())
     found = []
     for number, line in lines.items():
@@ -141,16 +145,17 @@ def main(flags: GenerateFlags, console: Console) -> int:
             f"must leave one of the model's {room:,} positions to the next token",
             f"Shorten it to {room - 1:,} tokens",
         )
-    num_new = min(flags.max_new_tokens, room - longest)
-    if num_new < flags.max_new_tokens:
-        notes.print(f"[yellow]note:[/] the model has {room} positions: at most {num_new} tokens are added")
+    capacity, num_new = min(longest + flags.max_new_tokens, room), min(flags.max_new_tokens, room - min(sizes))
+    if longest + flags.max_new_tokens > room:
+        text = f"the model has {room} positions: {room - longest} tokens are added to the longest prompt"
+        notes.print(f"[yellow]note:[/] {text}")
     generator = build_generator(
         weights.model,
         make_mesh(shape, devices.devices),
         shape,
         dtype=flags.dtype or weights.dtype,
         num_texts=-(-min(len(texts), TOGETHER) // shape.batch_ranks) * shape.batch_ranks,
-        capacity=longest + num_new,
+        capacity=capacity,
         sampling=sampling,
         cp_kind=flags.cp_kind,
         attention=weights.model.attention_for(
@@ -161,7 +166,7 @@ def main(flags: GenerateFlags, console: Console) -> int:
     notes.print(f"mesh {shape}: {devices.description}", soft_wrap=True)
     with Progress("reading the weights", quiet=console.quiet):
         params = weights.load(generator.abstract_params())
-    programs, times, added = Programs.of(generator, params, longest, num_new, console), [], 0
+    programs, times, added = Programs.of(generator, params, longest, capacity, console), [], 0
     for first in range(0, len(texts), generator.num_texts):
         some = texts[first : first + generator.num_texts]
         prompts = [encode(tokenizer, text, weights) for text in some]
@@ -216,24 +221,25 @@ class NotFinite(Exception):
 
 @dataclass(frozen=True)
 class Programs:
-    """Both programs, compiled for prompts of at most `width` tokens in `seconds`."""
+    """Both programs, compiled for prompts of at most `width` tokens, and texts of `capacity`, in `seconds`."""
 
     generator: Generator
     params: dict
     width: int
+    capacity: int
     prefill: Callable
     decode: Callable
     seconds: float
 
     @classmethod
-    def of(cls, generator: Generator, params: dict, longest: int, num_new: int, console: Console) -> "Programs":
-        width = min(-(-longest // PROMPT_MULTIPLE) * PROMPT_MULTIPLE, longest + num_new)
+    def of(cls, generator: Generator, params: dict, longest: int, capacity: int, console: Console) -> "Programs":
+        width = min(-(-longest // PROMPT_MULTIPLE) * PROMPT_MULTIPLE, capacity)
         tokens, numbers = (generator.put(np.ones((generator.num_texts, *more), np.int64)) for more in ((width,), ()))
         begun = time.perf_counter()
         with Progress("compiling", quiet=console.quiet):
             prefill = generator.prefill.lower(params, tokens, numbers, np.int32(0)).compile()
             decode = generator.decode.lower(params, generator.caches, numbers, numbers, np.int32(0)).compile()
-        return cls(generator, params, width, prefill, decode, time.perf_counter() - begun)
+        return cls(generator, params, width, capacity, prefill, decode, time.perf_counter() - begun)
 
 
 def generate(
@@ -276,10 +282,13 @@ def generate(
                 raise NotFinite(bad[0], len(streams[bad[0]].tokens))
             for row, stream in enumerate(streams):
                 shown = stream.add(int(new[row]))
+                if lengths[row] + step + 1 == programs.capacity:  # the model has no more positions
+                    shown += stream.close()
                 write(shown if one else "")
             if all(stream.done for stream in streams) or step + 1 == num_new:
                 break
-            found = programs.decode(params, found.caches, found.tokens, generator.put(lengths + step), number)
+            at = np.minimum(lengths + step, programs.capacity - 1)  # of a text that is over, the last once more
+            found = programs.decode(params, found.caches, found.tokens, generator.put(at), number)
     for text, stream in zip(texts, streams, strict=True):
         rest = stream.close()
         write(f"{rest}\n" if one else f"{text}{stream.text}\n\n")

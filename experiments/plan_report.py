@@ -186,10 +186,10 @@ def assumptions(question: Question) -> list[str]:
         f"{e.inside:.0%}, between nodes {e.between:.0%}); the bar is ±{bar:.0%}, more where communication shows.",
         "Pipelines run in lock-step as our executor does: a tick is one F, B or W of one chunk; with recomputed blocks "
         "B takes two ticks' time. The F of the last part includes the head.",
-        "Memory: this program's, by formula and a traced layer, the same on every device; docs/plan.md has its errors. A tenth of a "
-        "device is left for the driver, communication buffers and fragmentation; full is of the rest, ! above 95 %. k: "
-        "ZeRO-3 keeps its weights after forward; rings: sp with --tp-ring; experts: over tp. Micro-batch: sequences × "
-        "number in an update on one data rank.",
+        "Memory: this program's, by formula and a traced layer, the same on every device; docs/plan.md has its errors. "
+        "A tenth of a device is left for the driver, communication buffers and fragmentation; full is of the rest, ! "
+        "above 95 %. k: ZeRO-3 keeps its weights after forward; rings: sp with --tp-ring; experts: over tp. "
+        "Micro-batch: sequences × number in an update on one data rank.",
     ]
 
 

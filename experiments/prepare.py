@@ -129,7 +129,7 @@ def prepare(flags: PrepareFlags, console: Console) -> int:
         raise ConfigError(
             asked(flags.data), "must have text in it", "Pass UTF-8 text, a file or a folder with at least one"
         )
-    if flags.supervised and (other := [name for name in sizes if not name.endswith(".jsonl")]):
+    if flags.supervised and (other := [name for name in sizes if not has_lines(Path(name))]):
         raise ConfigError(
             f"--supervised with {other[0]}", "prompts and answers must be lines of .jsonl files", "Name those alone"
         )
@@ -314,7 +314,7 @@ def cut_after(path: Path, first: int, position: int, stop: int, tokenizer: Token
     no token changes; `stop` where there is none among the next lines."""
     for _ in range(MOST_CUTS_TRIED):
         position = line_start(path, position, stop)
-        if position == stop or tokenizer is None or path.suffix == ".jsonl":
+        if position == stop or tokenizer is None or has_lines(path):
             return position
         before, after = text_around(path, first, position, stop)
         if join_indifferently(tokenizer, before, after):
@@ -340,7 +340,7 @@ def line_start(path: Path, position: int, size: int) -> int:
         return 0 if position <= 0 else size
     with open(path, "rb") as file:
         file.seek(position - 1)
-        if path.suffix == ".jsonl":
+        if has_lines(path):
             file.readline()
             return min(file.tell(), size)
         text = file.read(PIECE_BYTES)
@@ -367,6 +367,11 @@ class Piece(NamedTuple):
     prompt: int | None = None
 
 
+def has_lines(path: Path) -> bool:
+    """Whether a file has a document in each line."""
+    return path.suffix.lower() == ".jsonl"
+
+
 def read_pieces(
     root: Path, part: Range, supervised: bool = False, tokenizer: Tokenizer | None = None
 ) -> Iterator[Piece]:
@@ -375,9 +380,11 @@ def read_pieces(
     with open(path, "rb") as file:
         file.seek(part.start)
         offset = part.start
-        if path.suffix == ".jsonl":
+        if has_lines(path):
             while offset < part.stop:
                 line = file.readline()
+                if not line:
+                    raise ConfigError(asked(path), "must not be cut while it is read", "Run the same command again")
                 if line.strip():
                     yield document_of(path, line, offset, supervised)
                 offset += len(line)

@@ -22,12 +22,12 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from jaxdist.checkpoint import resume
-from jaxdist.checkpoint.checkpoints import Checkpoints, Manifest, SaveFailed
+from jaxdist.checkpoint.checkpoints import Checkpoints, Manifest, SaveFailed, made_in
 from jaxdist.checkpoint.trained import SOURCE, Weights, companions_of, compare_tokens, find_weights, require_same_tokens
-from jaxdist.checkpoint.weights import copy_companions
+from jaxdist.checkpoint.weights import copy_companions, is_folder_of_weights
 from jaxdist.commands import command_text
 from jaxdist.config import RunConfig
-from jaxdist.data.batches import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus
+from jaxdist.data.batches import Batches, Corpus, GlobalBatch, held_out_batches, load_corpus, parse_sources
 from jaxdist.errors import ConfigError
 from jaxdist.files import write_whole
 from jaxdist.mesh import make_mesh
@@ -198,6 +198,10 @@ def check_run(flags: TrainFlags, console: Console) -> Run:
     out = None if flags.out is None else Path(flags.out)
     if out is not None:
         require_writable_folder(out)
+        for name, _ in [] if flags.data is None else parse_sources(flags.data):
+            if Path(name).is_dir() and Path(name).resolve() in (out.resolve(), *out.resolve().parents):
+                reason = f"must be outside of data={name!r}, or the run would be part of what it reads"
+                raise ConfigError(f"out={str(out)!r}", reason, "Name a folder elsewhere")
     corpus = load_corpus(flags.data, config.model.vocab_size, flags.token_dtype)
     sizes = corpus, config.batch_size, config.model.seq_len
     batches = Batches(*sizes, config.seed, config.mask_documents)
@@ -260,6 +264,9 @@ def take_folder(run: Run, stack: ExitStack) -> bool:
         stack.enter_context(held(run.out, "out", run.warn))
     require_shared(run.out, "out")
     if processes.is_first():
+        if is_folder_of_weights(run.out) or made_in(run.out):
+            reason = "must not hold weights, whose config.json the run's would replace"
+            raise ConfigError(f"out={str(run.out)!r}", reason, "Choose another folder")
         if run.flags.fresh:
             resume.clear(run.out, run.flags.overwrite)
         if holds_run(run.out):
@@ -345,6 +352,8 @@ def write_beside(run: Run, folder: Path) -> None:
         ) from error
     if run.weights:
         copy_companions(run.weights.companions, folder)
+    elif run.other is not None:
+        copy_companions(companions_of(run.other[0]), folder)
     if (tokenizer := run.corpus.tokens_of.tokenizer_file) is not None:
         write_whole(folder / tokenizer.name, tokenizer.read_bytes())
 

@@ -229,8 +229,9 @@ class RunConfig:
 
     @property
     def attention(self) -> str:
-        """The attention that is asked for: written out where documents are told apart, since cuDNN's takes no mask."""
-        return "xla" if self.mask_documents else self.parallel.attention
+        """The attention that is asked for; auto is written out where documents are told apart, since cuDNN's takes no
+        mask."""
+        return "xla" if self.mask_documents and self.parallel.attention == "auto" else self.parallel.attention
 
     @property
     def part_layers(self) -> tuple[int, ...]:

@@ -54,7 +54,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        require_within("temperature", self.temperature, 0, 1e4, "Use 1")
+        least = 1e-6 if self.temperature else 0  # by less, logits overflow
+        require_within("temperature", self.temperature, least, 1e4, "Use 1, or 0 to draw nothing")
         if self.top_k is not None:
             require_positive("top_k", self.top_k)
         if self.top_p is not None:

@@ -23,7 +23,7 @@ from jaxdist.checkpoint.checkpoints import (
 )
 from jaxdist.checkpoint.logical import PARAMS, abstract_logical, abstract_parameters, from_logical, to_logical
 from jaxdist.checkpoint.trained import SOURCE, Weights, checkpointed_model, counters_of, with_zeros
-from jaxdist.checkpoint.weights import TRAINING
+from jaxdist.checkpoint.weights import COMPANIONS, TRAINING
 from jaxdist.config import OptimizerConfig, RunConfig, renewed, to_dict
 from jaxdist.errors import ConfigError, reason_of, require_within
 from jaxdist.files import remove, set_aside
@@ -170,9 +170,17 @@ def restore(checkpoints: Checkpoints, manifest: Manifest, program: Program, *, s
     there = {name: x for name, x in wanted.items() if name in manifest.arrays or not name.endswith(counters)}
     state = from_logical(program, with_zeros(checkpoints.restore(manifest, there), wanted))
     text = f"step {manifest.step} of {checkpoints.folder.parent}, written on {written_on}"
-    if not same_run:
-        progress = replace(progress, recent=[], roll_backs=0)
+    if not same_run:  # batches of another size: the first of those that begin where the other run had got to
+        rows = require_rows(asked, manifest.table("config").get("batch_size"))
+        batch = -(-progress.batch * rows // program.config.batch_size)
+        progress = replace(progress, batch=batch, recent=[], roll_backs=0)
     return Start(manifest.step, state, progress, text)
+
+
+def require_rows(asked: str, rows) -> int:
+    if type(rows) is not int or rows < 1:
+        raise BadCheckpoint(asked, "its batch_size must be a whole number above 0", "Use another checkpoint")
+    return rows
 
 
 def clear(out: Path, overwrite: bool) -> None:
@@ -189,7 +197,7 @@ def clear(out: Path, overwrite: bool) -> None:
     try:
         for path in (*made_in(out / FOLDER), *(out / PROCESSES).glob("[0-9]*.jsonl")):
             remove(path)
-        for name in (CONFIG, METRICS, SUMMARY, STOPPED):
+        for name in (CONFIG, METRICS, SUMMARY, STOPPED, *COMPANIONS):
             (out / name).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(

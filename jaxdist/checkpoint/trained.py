@@ -23,6 +23,7 @@ from jaxdist.checkpoint.weights import (
     require_no_difference,
     source_of,
     stored_dtypes,
+    widest,
 )
 from jaxdist.commands import command_text
 from jaxdist.data.batches import Source as DataSource
@@ -67,7 +68,7 @@ class Weights:
     @property
     def dtype(self) -> str:
         """The widest in which they are kept."""
-        return str(np.result_type(*self.dtypes.values()))
+        return str(widest(*self.dtypes.values()))
 
     def load(self, wanted: dict) -> dict:
         """A nested dict of shapes, dtypes and shardings -> the parameters."""

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path, PurePosixPath
 
 import jax
@@ -257,12 +258,17 @@ def in_our_names(model: Model, theirs: Mapping[str, np.ndarray]) -> dict[str, np
     return {name: np.stack(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}
 
 
+def widest(*dtypes: np.dtype) -> np.dtype:
+    """The narrowest that holds every value of all: float32 of the two of 16 bits, for which NumPy has none."""
+    return np.dtype(reduce(jax.numpy.promote_types, dtypes))
+
+
 def stored_dtypes(places: Mapping[str, Stored], model: Model) -> dict[str, np.dtype]:
     """The dtype of each of our parameters that the files have, which holds every value of them: `params.*` by name."""
     found: dict[str, np.dtype] = {}
     for tensor in tensors_of(model):
         name, dtype = f"{PARAMS}.{tensor.path}", safetensors.DTYPES[places[tensor.name].dtype]
-        found[name] = np.promote_types(found.get(name, dtype), dtype)
+        found[name] = widest(found.get(name, dtype), dtype)
     return found
 
 
@@ -289,8 +295,8 @@ def write_weights(
     out = Path(out)
     if os.path.lexists(out):
         raise ConfigError(f"out={str(out)!r}", "must not exist yet, and it does", "Choose another folder")
-    widest = safetensors.NAMES[np.dtype(np.result_type(*(x.dtype for x in arrays.values())))]
-    config = config_text(model, source, dtype, widest)
+    kept = safetensors.NAMES[widest(*(np.dtype(x.dtype) for x in arrays.values()))]
+    config = config_text(model, source, dtype, kept)
     headers = _headers(model, arrays, source, dtype)
     partial = out.with_name(out.name + ".partial")
     try:

@@ -109,7 +109,14 @@ class Corpus:
                 f"their documents must end with the same token, and end with {' and '.join(map(str, ends))}",
                 f"Prepare them with one --end-of-document of `{command_text('prepare')}`",
             )
-        return self.sources[0].end_of_document
+        end = self.sources[0].end_of_document
+        if any(end in (source.begin_of_text or ()) for source in self.sources):
+            raise ConfigError(
+                f"mask_documents=True with {self.about}",
+                f"the token {end} that ends documents must not stand before them too, or it would be a document",
+                f"Prepare them with another --end-of-document of `{command_text('prepare')}`",
+            )
+        return end
 
     @cached_property
     def mixture(self) -> Mixture:
@@ -348,7 +355,9 @@ def held_out_batches(
 
 def first_batches(batches: Batches, most: int = EVAL_WINDOWS) -> list[GlobalBatch]:
     """The first `most` windows that training looks at, in batches; no window after them counts."""
-    texts = [partial(batches.window, sample) for sample in range(most)]
+    shares = zip(batches.num_windows, batches.corpus.shares, strict=True)
+    once = int(min(windows / share for windows, share in shares))  # before any source begins again
+    texts = [partial(batches.window, sample) for sample in range(min(most, once))]
     return _batches_of(texts, batches.batch_size, batches.seq_len, batches.end_of_document)
 
 
@@ -405,10 +414,17 @@ def load_corpus(path: str | None, vocab_size: int, token_dtype: TokenDtype | Non
 
     Raises: ConfigError naming the file, and the token or byte where there is one.
     """
+    named = [] if path is None else parse_sources(path)
+    if token_dtype is not None and not any(Path(name).suffix == ".bin" for name, _ in named):
+        raise ConfigError(
+            f"token_dtype={token_dtype}" + ("" if path is None else f" with {asked(path)}"),
+            "must be given only with a .bin, whose numbers it is of: it would change nothing",
+            "Leave it out, or give the file a name that ends in .bin",
+        )
     if path is None:
         return Corpus((_load_source(None, vocab_size, token_dtype),))
     sources = []
-    for name, weight in parse_sources(path):
+    for name, weight in named:
         source = _load_source(name, vocab_size, token_dtype)
         sources.append(replace(source, weight=weight))
     return Corpus(tuple(sources))

@@ -301,9 +301,14 @@ def find_files(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
     def fail(error: OSError):
         raise error  # os.walk would pass over a folder it cannot list
 
-    names = []
-    for folder, subfolders, files in os.walk(root, onerror=fail):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped]
+    names, seen = [], set()
+    for folder, subfolders, files in os.walk(root, onerror=fail, followlinks=True):
+        here = os.stat(folder)
+        if (here.st_dev, here.st_ino) in seen:  # a link to a folder above it
+            subfolders.clear()
+            continue
+        seen.add((here.st_dev, here.st_ino))
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name not in skipped)
         paths = [Path(folder, name) for name in files if not name.startswith(".")]
         names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     return sorted(names)

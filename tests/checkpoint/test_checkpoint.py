@@ -333,9 +333,17 @@ def test_another_run_s_roll_backs_and_recent_losses_are_not_taken_over(small):
     manifest = Checkpoints(folder).manifest(3)
     progress = resume.Progress(tokens=77, batch=9, num_skipped=6, roll_backs=4, first_loss=5.5, recent=[2.0])
     manifest = replace(manifest, about={**manifest.about, "progress": asdict(progress)})
-    for same_run, expected in ((True, progress), (False, replace(progress, roll_backs=0, recent=[]))):
+    other = replace(progress, roll_backs=0, recent=[])
+    for same_run, expected in ((True, progress), (False, other)):
         found = resume.restore(Checkpoints(folder), manifest, program, same_run=same_run)
         assert (found.step, found.progress) == (3, expected)
+    # Batches of another size: no sample is read again, and fewer than one batch of them is left out.
+    rows = program.config.batch_size
+    for there, batch in ((rows, 9), (2 * rows, 18), (rows // 4, 3)):
+        config = {**manifest.about["config"], "batch_size": there}
+        of_other = replace(manifest, about={**manifest.about, "config": config})
+        found = resume.restore(Checkpoints(folder), of_other, program, same_run=False)
+        assert found.progress == replace(other, batch=batch)
 
 
 def test_a_run_goes_on_only_as_itself_in_every_setting():

@@ -95,6 +95,9 @@ def test_an_import_proves_itself(theirs, tmp_path, capsys, monkeypatch):
     assert "logits, loss and 39 gradients compared" in convert(capsys, "hf", theirs, "--out", tmp_path / "a")
     monkeypatch.setattr(experiments.convert, "PROVED_BYTES", 10)
     assert "not proved: 0.0 GB" in convert(capsys, "hf", theirs, "--out", tmp_path / "b")
+    (tmp_path / "a" / "metrics.jsonl").write_text("")  # as a run has
+    shutil.rmtree(next(path for path in (tmp_path / "a").iterdir() if path.is_dir()))
+    assert run(capsys, "convert", "hf", theirs, "--out", tmp_path / "a")[0] == 2
     wrong = experiments.convert.read_weights
 
     def flipped(*args):
@@ -307,8 +310,9 @@ def test_a_process_reads_the_bytes_of_its_shards_alone(theirs, monkeypatch):
 def test_a_parameter_of_two_dtypes_is_kept_in_the_one_that_holds_both(theirs):
     _, places = open_weights(theirs, MODEL)
     first = "model.layers.0.mlp.up_proj.weight"
-    found = stored_dtypes({**places, first: dataclasses.replace(places[first], dtype="F32")}, MODEL)
-    assert found["params.blocks.mlp.w_up"] == np.float32 and found["params.blocks.mlp.w_down"] == jnp.bfloat16
+    for dtype in ("F32", "F16"):  # no 16 bits hold both kinds of 16
+        found = stored_dtypes({**places, first: dataclasses.replace(places[first], dtype=dtype)}, MODEL)
+        assert found["params.blocks.mlp.w_up"] == np.float32 and found["params.blocks.mlp.w_down"] == jnp.bfloat16
 
 
 def test_a_tied_head_is_compared_with_its_table_to_the_last_row(tmp_path, monkeypatch):

@@ -112,10 +112,32 @@ def test_fresh_removes_the_run_behind_a_link_and_nothing_of_others(train, tmp_pa
     (run / "checkpoints").symlink_to(scratch)
     assert train("--steps 2 --out OUT/run")[0] == 0
     (run / "processes" / "0001.jsonl").write_text("of a second process\n")
+    (run / "tokenizer.json").write_text("of the run before")
     code, out, _ = train("--steps 2 --out OUT/run --fresh --overwrite")
     assert code == 0 and "resumed" not in out and [record["step"] for record in metrics(run)] == [1, 2]
     assert sorted(path.name for path in scratch.iterdir()) == ["mine.txt", "step_00000002"]
     assert [path.name for path in (run / "processes").iterdir()] == ["0000.jsonl"]
+    assert not (run / "tokenizer.json").exists()
+
+
+def test_a_run_takes_along_what_its_weights_came_with(train, tmp_path):
+    assert train("--steps 1 --out OUT/other")[0] == 0
+    (tmp_path / "other" / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert train("--steps 2 --out OUT/run --restore OUT/other")[0] == 0
+    assert (tmp_path / "run" / "generation_config.json").read_text() == '{"eos_token_id": 7}'
+
+
+def test_a_folder_that_a_run_would_damage_or_read_is_refused(train, tmp_path, capfd):
+    """Weights, whose config.json the run's would replace; a folder in the data, of which the run would be a part."""
+    (tmp_path / "hf").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "hf" / name).write_text("theirs")
+    code, _, err = train("--steps 1 --out OUT/hf")
+    assert code == 2 and "must not hold weights" in " ".join(err.split())
+    assert (tmp_path / "hf" / "config.json").read_text() == "theirs"
+    words = ["--data", tmp_path, *SMALL.split(), "--steps", "1", "--out", tmp_path / "run"]
+    code, _, err = run(capfd, "train", *words)
+    assert code == 2 and "must be outside of" in " ".join(err.split()) and not (tmp_path / "run").exists()
 
 
 def test_a_damaged_newest_checkpoint_is_refused_or_passed_over(train, tmp_path):

@@ -101,11 +101,13 @@ def test_folder_reads_every_visible_file_sorted(tmp_path, monkeypatch):
         | {".hidden": b"hidden", ".git/config": b"hidden", "sub/.cache/x": b"hidden"},
     )
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")  # an entry that is not a regular file
+    (tmp_path / "linked").symlink_to(write_tree(tmp_path.with_name("elsewhere"), {"e": b"e", "f": b"f"}))
+    (tmp_path / "sub" / "round").symlink_to(tmp_path)
     monkeypatch.setattr(data, "_is_held_out", lambda name: name in ("b.md", "sub/deep/c"))
     corpus = load_corpus(str(tmp_path), 256)
-    assert documents(train_of(corpus)) == [b"a", b"d"]
+    assert documents(train_of(corpus)) == [b"a", b"d", b"e", b"f"]
     assert documents(held_out_of(corpus)) == [b"b", b"c"]
-    assert "4 files" in corpus.about
+    assert "6 files" in corpus.about
 
 
 def test_folder_where_the_hash_leaves_a_side_empty_holds_out_its_last_file(tmp_path, monkeypatch):
@@ -360,6 +362,32 @@ def test_folder_split_is_the_same_everywhere(tmp_path):
         train, held_out = documents(train_of(corpus)), documents(held_out_of(corpus))
         assert sorted(train + held_out) == sorted(files.values())
         assert held_out == [b"22", b"35"]
+
+
+def test_a_dtype_of_tokens_that_nothing_uses_is_refused(tmp_path):
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "t.raw")
+    for path in (None, str(tmp_path / "t.raw")):
+        with pytest.raises(ConfigError, match="token_dtype=uint16"):
+            load_corpus(path, 256, "uint16")
+
+
+def test_every_training_window_is_looked_at_once(tmp_path):
+    np.save(tmp_path / "small.npy", np.random.default_rng(0).integers(0, 256, 360).astype(np.uint16))
+    batches = Batches(load_corpus(str(tmp_path / "small.npy"), 256), 4, 32, 0)
+    for most, windows in ((64, 10), (7, 7)):
+        found = data.first_batches(batches, most)
+        assert sum(int((batch["targets"] >= 0).sum()) for batch in found) == windows * 32
+
+
+def test_a_token_that_begins_and_ends_documents_is_refused_where_they_are_masked():
+    tokens = held(np.arange(100) % 7, 7)
+    for begins in (None, (3,), (2,)):
+        corpus = Corpus((Source(tokens, tokens, "data", end_of_document=2, begin_of_text=begins),))
+        if begins == (2,):
+            with pytest.raises(ConfigError, match="the token 2"):
+                corpus.end_of_document  # noqa: B018
+        else:
+            assert corpus.end_of_document == 2
 
 
 def test_odd_bin_is_refused(tmp_path):

@@ -67,6 +67,7 @@ SAMPLE = {
     ("ulysses-4", "grouped", 4),
     ("usp-4-of-8", "one-key-head", 512),
     ("swaps-4", "packed", 512),
+    ("swaps-4", "packed-window", 512),
     ("swaps-usp-2-of-8", "grouped", 4),
 }
 CASES = in_sample(itertools.product(SPLITS, MASKS, (512, 4)), SAMPLE)

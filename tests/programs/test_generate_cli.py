@@ -44,7 +44,7 @@ def test_one_prompt_is_streamed_and_nothing_else_is_printed(trained, capfd):
     for mesh in ("1", "tp=2", "pp=2", "cp=2"):
         code, out, err = generated([trained / "bytes", "--prompt", "some ", "--mesh", mesh], capfd)
         assert code == 0 and out.startswith("some ") and out.endswith("\n"), err
-        assert "1 prompt of 5 tokens, 19 added" in err and "at most 19 tokens are added" in err
+        assert "1 prompt of 5 tokens, 19 added" in err and "19 tokens are added to the longest" in err
         assert ("bytes for a token of every text" in err) == (mesh != "1")
         texts.append(out)
     assert len(set(texts)) == 1
@@ -174,11 +174,28 @@ def test_several_prompts_of_a_file_are_continued_together(trained, capfd, tmp_pa
     assert code == 0 and out.startswith("two")
 
 
+def test_line_ends_and_marks_of_windows_are_no_part_of_a_prompt(tmp_path):
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfdef main(\r\n\r\nimport os\r\n")
+    assert generate.read_prompts(str(tmp_path / "p.txt")) == ["def main(", "import os"]
+
+
+@pytest.mark.parametrize("mesh", ["1", "cp=2"])
+def test_a_text_is_as_long_with_a_longer_one_beside_it(trained, capfd, tmp_path, mesh):
+    """The model has 24 positions: 18 tokens are added to a prompt of 6, and 3 to one of 21."""
+    words = [trained / "bytes", "--max-new-tokens", "18", "--mesh", mesh]
+    _, alone, _ = generated([*words, "--prompt", "some w"], capfd)
+    (tmp_path / "p.txt").write_text("some w\n" + "some words to learn fr\n"[1:])
+    code, out, err = generated([*words, "--prompts", tmp_path / "p.txt"], capfd)
+    assert code == 0 and "3 tokens are added to the longest prompt" in err and "21 added" in err
+    assert out.startswith(alone)
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [
         (["bytes"], "no prompt"),
         (["bytes", "--prompt", ""], "Write at least a word"),
+        (["bytes", "--prompt", "caf\udce9"], "UTF-8"),
         (["bytes", "--prompt", "x" * 24], "Shorten it to 23 tokens"),
         (["bytes", "--prompt", "a", "--top-p", "0.5"], "nothing is drawn"),
         (["bytes", "--prompt", "a", "--mesh", "tp=3"], "num_heads=4"),
@@ -190,6 +207,7 @@ def test_several_prompts_of_a_file_are_continued_together(trained, capfd, tmp_pa
         (["bytes", "--prompts", "bad.jsonl"], "line 3"),
         (["bytes", "--prompts", "empty.txt"], "empty.txt"),
         (["bytes", "--prompt", "a", "--seed", "3"], "nothing is drawn"),
+        (["bytes", "--prompt", "a", "--temperature", "1e-30"], "--temperature"),
         (["bytes", "--prompt", "a", "--max-new-tokens", "0"], "max-new-tokens"),
     ],
 )

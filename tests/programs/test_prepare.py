@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from experiments import prepare as program
-from experiments.prepare import PrepareFlags, cut_units, main, read_pieces
+from experiments.prepare import PrepareFlags, Range, cut_units, main, read_pieces
 from jaxdist.data import tokens as tokens_module
 from jaxdist.data.batches import Corpus, load_corpus
 from jaxdist.data.prepared import JOURNAL, MANIFEST, check_prepared
@@ -180,6 +180,12 @@ def test_units_and_pieces_cover_the_text(texts, unit, tmp_path_factory):
     finally:
         program.PIECE_BYTES = before
     assert list(found.values()) == texts
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path):
+    (tmp_path / "a.JSONL").write_text('{"text": "one"}\n')
+    with pytest.raises(ConfigError, match="must not be cut"):
+        list(read_pieces(tmp_path, Range("a.JSONL", 0, 0, 100, True)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -112,10 +112,12 @@ def test_answers_are_predicted_and_prompts_read(tmp_path, capsys):
     np.testing.assert_array_equal(found["targets"][:, :-1][seen], found["inputs"][:, 1:][seen])
 
 
-def test_attention_is_written_out():
+def test_attention_is_written_out_unless_asked_for_in_blocks():
     config = proof_config(MODELS["gpt2"], "dp=2", dtype="bfloat16", mask_documents=True)
     mesh = make_abstract_mesh(parse_mesh("dp=2"))
     assert build_program(config, mesh).model.ctx.attention == "xla"
+    blocked = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, attention="blocked"))
+    assert build_program(blocked, mesh).model.ctx.attention == "blocked"
     with pytest.raises(ConfigError, match="attention=cudnn"):
         dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, attention="cudnn"))
 
