@@ -7,6 +7,7 @@ an elementwise pass over memory, a sum over the local cards, and the launch of a
 be measured here (links between nodes with one node, what hides) stays as the plan has it without the file.
 """
 
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -20,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from rich.console import Console
 
+from jaxdist.commands import command_text
 from jaxdist.errors import ConfigError, require_within
 from jaxdist.files import write_whole
 from jaxdist.parallel import collectives as comm
@@ -90,7 +92,9 @@ def main(flags: CalibrateFlags, console: Console) -> None:
     table.print(console, left=("measured", "without the file"))
     kept = [field.name for field in fields(Efficiency) if field.name not in {*found, "stack"}]
     console.print(f"Kept from {before.stack}: {', '.join(kept)}.")
-    console.print(f"python -m experiments.plan --hardware {hardware.name} --efficiencies {out}", soft_wrap=True)
+    own = f" --hardware-file {shlex.quote(flags.hardware_file)}" if flags.hardware_file else ""
+    words = f"{command_text('plan')} --hardware {hardware.name}{own} --efficiencies {shlex.quote(str(out))}"
+    console.print(words, markup=False, soft_wrap=True)
 
 
 def seconds(function: Callable, *arguments: jax.Array, repeats: int) -> float:

@@ -336,8 +336,9 @@ def what_if(flags: PlanFlags, plan: Plan) -> Plan:
     }
     if nodes > 1:
         cases["a node fewer"] = partial(with_nodes, flags, question, nodes - 1)
-    if (card := next_card(question)) is not None:
-        other, unpriced = replace(question, hardware=card), replace(flags, vendor=None, price_per_hour=None)
+    if (card := next_card(question, flags.hardware_file)) is not None:
+        other = replace(question, hardware=card)
+        unpriced = replace(flags, vendor=None, price_per_hour=None, price_file=None)
         nodes = max(1, cluster.num_devices // other.cluster(1).num_devices)
         cases[f"on {card.name}, without a price"] = partial(with_nodes, unpriced, other, nodes)
     rows, said = [row_of(question, plan.found, plan.groups[0][:1]) | {"what if": "as planned"}], []
@@ -351,12 +352,13 @@ def what_if(flags: PlanFlags, plan: Plan) -> Plan:
     return replace(plan, tables={**plan.tables, "What if": rows}, sentences=[*plan.sentences, *said])
 
 
-def next_card(question: Question) -> Accelerator | None:
+def next_card(question: Question, hardware_file: str | None) -> Accelerator | None:
     """The next faster accelerator of the table that is of the same kind."""
-    here, dtype = question.hardware, question.base.precision.dtype
+    cards, dtype = load_hardware(hardware_file), question.base.precision.dtype
+    here = cards[question.hardware.name]  # with all of its memory, whatever --max-gib allows
     faster = [
         card
-        for card in load_hardware().values()
+        for card in cards.values()
         if ("TPU" in card.title) == ("TPU" in here.title)
         and (card.peak_flops.get(dtype, 0), card.memory_bytes) > (here.peak(dtype), here.memory_bytes)
     ]

@@ -1,6 +1,7 @@
 """The command that runs a plan: launcher, layout, recipe, and words to fill in for what only the user knows."""
 
 import math
+import shlex
 from dataclasses import dataclass
 
 from jaxdist.commands import command_text
@@ -63,9 +64,9 @@ def make_command(
         notes += ["Start it on every host of the slice (docs/cluster.md)."]
     parts += [command_text("train")]
     parts += ["--distributed"] * several + ["--device gpu"] * on_gpus
-    parts += [f"--data {data}", f"--out {PLACEHOLDERS['out']}", f"--checkpoint-every {every}"]
+    parts += [f"--data {shlex.quote(data)}", f"--out {PLACEHOLDERS['out']}", f"--checkpoint-every {every}"]
     parts += f" {' '.join(flags_of(config))}".replace(" --", "\n--").split("\n")[1:]
-    parts += [f"--weights {weights}"] if weights is not None else []
+    parts += [f"--weights {shlex.quote(weights)}"] if weights is not None else []
     parts += [] if rate_known else ["--lr LR"]
     prepare = command_text("prepare").removeprefix("python -m ")
     notes += [

@@ -171,7 +171,7 @@ class PlanFlags(CommonFlags, FileFlags):
         }
         if name not in known:
             return {name: int(value)}
-        if words[0] in ("every", "last") and words[2].isdigit():
+        if words[0] == {"remat": "every", "stages": "last"}.get(name) and re.fullmatch("[1-9][0-9]{0,5}", words[2]):
             number = int(words[2])
             return {"last": number} if name == "stages" else {"every": number, "selective": 0, "recompute": 0}
         if value not in known[name]:

@@ -5,6 +5,7 @@ python -m experiments.report runs/a runs/b runs/c       curves of several runs i
 """
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +85,11 @@ def verdict_of(run: Run, config: RunConfig | None) -> Verdict:
     """What verify.json says of this configuration."""
     if config is None:
         return Verdict(None, "its configuration cannot be used here.")
-    command = f"{command_text('verify')} --config {run.folder / config_file.NAME} --json {run.folder / VERIFY}"
+
+    def quoted(name: str) -> str:
+        return shlex.quote(str(run.folder / name))
+
+    command = f"{command_text('verify')} --config {quoted(config_file.NAME)} --json {quoted(VERIFY)}"
     found = _verify_json(run)
     if found is None:
         return Verdict(None, "nobody has compared this layout with one device. To do so:", command)

@@ -168,11 +168,11 @@ def verify_step(sharded: Callable, reference: Callable, args: tuple, *, toleranc
     Raises: ConfigError where the structures or shapes differ.
     """
     jitted = sharded if isinstance(sharded, jax.stages.Wrapped) else jax.jit(sharded)
-    expected = named("", jax.tree.map(_on_host, reference(*args)))
+    expected = _leaves(jax.tree.map(_on_host, reference(*args)))
     given = {_on_host(x).tobytes() for x in jax.tree.leaves(args)}
     traced = jitted.trace(*args)
     compiled = traced.lower().compile()
-    found = named("", jax.tree.map(_on_host, jitted(*args)))
+    found = _leaves(jax.tree.map(_on_host, jitted(*args)))
     if found.keys() != expected.keys():
         differing = sorted(found.keys() ^ expected.keys())
         raise ConfigError(
@@ -212,11 +212,23 @@ def _on_host(x) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
+OF_PARTS = {"complex64": "float32", "complex128": "float64"}
+
+
 def _difference(name: str, ours, theirs, tolerance: float | None, dtype: str) -> Difference:
     if not np.issubdtype(theirs.dtype, np.inexact) and theirs.dtype.kind != "V":
         return Difference("value", name, 0.0 if np.array_equal(ours, theirs) else math.inf, 0.0, math.nan, math.nan)
-    allowed = GRADIENT_TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
-    return array_difference("value", name, ours.astype(np.float64), theirs.astype(np.float64), allowed, True)
+    allowed = GRADIENT_TOLERANCE.get(OF_PARTS.get(dtype, dtype), 1e-5) if tolerance is None else tolerance
+    wide = np.complex128 if "c" in (ours.dtype.kind, theirs.dtype.kind) else np.float64
+    return array_difference("value", name, ours.astype(wide), theirs.astype(wide), allowed, True)
+
+
+def _leaves(tree) -> dict[str, np.ndarray]:
+    """The leaves by name; by jax's own where joined names of two are one, as those of {"a": {"b": x}, "a.b": y}."""
+    found = named("", tree)
+    if len(found) == len(jax.tree.leaves(tree)):
+        return found
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
 
 
 def _mesh_of(closed) -> Any:

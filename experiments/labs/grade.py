@@ -215,7 +215,8 @@ def compare(task: OnRanks, found: Sequence, whole: Sequence, n: int) -> None:
             raise Refused("results", f"{name} has other parts than expected: {jax.tree.structure(ours)}", result=name)
         pairs = zip(jax.tree_util.tree_leaves_with_path(right), jax.tree.leaves(ours), strict=True)
         for (key, wanted), got in pairs:
-            leaf, got = name + jax.tree_util.keystr(key), np.asarray(got, np.float64)
+            leaf, got = name + jax.tree_util.keystr(key), np.asarray(got)
+            got = got.astype(np.complex128 if got.dtype.kind == "c" else np.float64)
             if got.shape != wanted.shape:
                 text = f"{leaf} on {n} ranks has shape {got.shape[1:]} and must have {wanted.shape[1:]}"
                 raise Refused("shape", text, ranks=n, result=name)

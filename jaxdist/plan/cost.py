@@ -53,7 +53,8 @@ def duration(hours: float) -> str:
     if hours > CENTURY_HOURS:
         return "more than a century"
     if hours < 1:
-        return f"{math.ceil(hours * 60)} min" if hours > 2 / 60 else f"{math.ceil(hours * 3600)} s"
+        exact = hours * (1 - 1e-12)
+        return f"{math.ceil(exact * 60)} min" if hours > 2 / 60 else f"{math.ceil(exact * 3600)} s"
     return f"{_up(hours)} h" + (f" ({_up(hours / 24)} days)" if hours >= 48 else "")
 
 

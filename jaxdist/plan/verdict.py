@@ -5,6 +5,7 @@ time model for the layout on its hardware, and a profile of the devices (`runtim
 the last two look inside the step, so on simulated devices nothing is said about it as if it were measured.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -186,6 +187,6 @@ def verdict_of(config: RunConfig, laps: Sequence[Mapping[str, float]], devices: 
 
 def known_hardware(device_kind: str) -> Accelerator | None:
     """The accelerator of the hardware table that JAX calls so, None where the table has none of that name."""
-    told = device_kind.lower()
-    found = (each for name, each in load_hardware().items() if all(word in told for word in name.split("-")))
+    told = set(re.split(r"[^a-z0-9]+", device_kind.lower()))  # an "NVIDIA GB200" is no B200
+    found = (each for name, each in load_hardware().items() if all({w, f"{w}gb"} & told for w in name.split("-")))
     return next(found, None)

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import resource
 import signal
 import time
@@ -131,6 +132,11 @@ def parse_fault(drill: str | None, num_ranks: int, num_steps: int = MOST) -> Fau
             f"drill={drill!r}",
             f"must be a fault and its settings, of step, rank, process and leaf. {kinds}",
             "Write nan:step=5,rank=1,leaf=tokens",
+        )
+    takes = set(re.findall(r"\b(?:rank|leaf|process)\b", KINDS[kind].partition("(")[2]))
+    if idle := found.keys() - {"step"} - takes:
+        raise ConfigError(
+            f"drill={drill!r}", f"{kind} must have no {min(idle)}: it would change nothing", "Leave it out"
         )
     if not all(value.isascii() and value.isdigit() for value in numbers.values()):
         raise ConfigError(f"drill={drill!r}", "step, rank and process must be whole numbers", "Write nan:step=5,rank=1")

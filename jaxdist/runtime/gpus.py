@@ -3,6 +3,7 @@
 import importlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import jax
@@ -50,7 +51,8 @@ class Watch:
             name = _visible(device.local_hardware_id)
             by_uuid = isinstance(name, str)
             find = self._nvml.nvmlDeviceGetHandleByUUID if by_uuid else self._nvml.nvmlDeviceGetHandleByIndex
-            self._handles[rank] = find(name)
+            with suppress(self._nvml.NVMLError):  # of a part of a UUID, which CUDA takes and the driver does not
+                self._handles[rank] = find(name)
 
     def read(self) -> list[GPU]:
         return [

@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf
 from jaxdist.parallel.collectives import EXACT_ON_SHARDS
+from jaxdist.parallel.pipeline.split_backward import all_equations
 from jaxdist.train.optimizer import by_owner
 
 # fmt: off
@@ -73,16 +74,32 @@ def require_held(optimizer: optax.GradientTransformation, layout: Layout, dtype:
         else Use(frozenset([owner]), "elements" if x.shape == leaves[owner].storage_shape else "mixed")
         for x, owner in zip(jax.tree.leaves(state), owners, strict=True)
     ]
-    made = _uses(jax.make_jaxpr(optimizer.init)(params), per_leaf)
-    made += _uses(
-        jax.make_jaxpr(update)(params, state, params, scalar, scalar), [*per_leaf, *kept, *per_leaf, EQUAL, EQUAL]
-    )
+    programs = [jax.make_jaxpr(optimizer.init)(params), jax.make_jaxpr(update)(params, state, params, scalar, scalar)]
+    made = _uses(programs[0], per_leaf) + _uses(programs[1], [*per_leaf, *kept, *per_leaf, EQUAL, EQUAL])
     for use, owner in zip(made, [*owners, *range(nobody), *owners], strict=True):
         together = use.leaves | ({owner} - {nobody})
         if use.how != "mixed" and together == {owner}:
             continue
         for split in (leaves[i] for i in sorted(together) if leaves[i].storage_axes):
             _refuse(use, split, len(use.leaves))
+    if any(eqn.params.get("name") == EXACT_ON_SHARDS for program in programs for eqn in all_equations(program)):
+        return  # it says itself what is the same on shards
+    parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.storage_local, dtype), layout.leaves)
+    state = jax.eval_shape(optimizer.init, parts)
+    on_parts = [jax.make_jaxpr(optimizer.init)(parts), jax.make_jaxpr(update)(parts, state, parts, scalar, scalar)]
+    if list(map(_numbers, programs)) != list(map(_numbers, on_parts)):
+        raise ConfigError(
+            "the optimizer with parameters that are split",
+            "must not compute with the shape of a parameter, of which a rank has a part",
+            "Take whole parameters' shapes from outside of the transformation, or use dp alone with zero=0",
+        )
+
+
+def _numbers(closed) -> list[float]:
+    """The single numbers that are written into a program."""
+    written = [atom.val for eqn in all_equations(closed) for atom in eqn.invars if isinstance(atom, Literal)]
+    arrays = [x for x in (*closed.consts, *written) if not jnp.shape(x)]
+    return [float(x) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.number)]
 
 
 def _of_no_leaf(shape: tuple[int, ...]) -> Use:
@@ -136,7 +153,8 @@ def _made(eqn, given: list[Use]) -> list[Use]:
     like = all(use.how == "equal" or v.aval.shape == out for use, v in zip(given, eqn.invars, strict=True))
     if eqn.primitive.name in ELEMENTWISE and like:
         return [_joined(eqn, given)]
-    if equal and (not any((out, *others)) or eqn.primitive.name == "broadcast_in_dim"):
+    scalars = not any((out, *others, *(v.aval.shape for v in eqn.invars)))  # a sum of equal ones tells their number
+    if equal and (scalars or eqn.primitive.name == "broadcast_in_dim"):
         return [EQUAL for _ in eqn.outvars]
     by = next((use.by for use in given if use.by is not None), eqn)
     return [Use(frozenset().union(*(use.leaves for use in given)), "mixed", by) for _ in eqn.outvars]

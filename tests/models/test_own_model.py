@@ -95,6 +95,15 @@ def test_a_wrong_step_is_found(old, new, match):
         names["test_my_step"]()
 
 
+def test_parts_of_complex_numbers_and_leaves_of_one_name_are_compared():
+    x = jnp.arange(1.0, 5.0)
+    wrong = jaxdist.verify(lambda x: x * (1 + 2j), lambda x: x * (1 - 5j), (x,))
+    assert [each.ok for each in wrong.differences] == [False]
+    jaxdist.verify(lambda x: x * (1 + 2j), lambda x: x * (1 + 2j), (x,)).require()
+    wrong = jaxdist.verify(lambda x: {"a": {"b": 2 * x}, "a.b": x}, lambda x: {"a": {"b": 3 * x}, "a.b": x}, (x,))
+    assert sorted(each.ok for each in wrong.differences) == [False, True]
+
+
 LAYOUTS = [
     ("dp=2,tp=2", {"zero": 3}),
     ("tp=2", {"sp": True}),

@@ -124,6 +124,8 @@ def test_a_mesh_with_a_deadline_names_its_layout(capfd, tmp_path):
         ("--nodes 2 --mesh tp=8", "--num-heads 12 cannot be split over tp=8"),
         ("--nodes 2 --mesh dp=3", "--mesh dp=3 on 16 devices"),
         ("--nodes 1 --remat auto-24", "--remat auto-24"),
+        ("--nodes 1 --remat last-3", "--remat last-3"),
+        ("--nodes 1 --remat every-0", "--remat every-0"),
         ("--nodes 1 --schedule mine.json", "--schedule mine.json"),
         ("--nodes 1 --stages 3,3,3,3", "--stages 3,3,3,3"),
     ],

@@ -13,6 +13,7 @@ from jaxdist.plan.verdict import (
     STEP,
     divided,
     judge,
+    known_hardware,
     measured_parts,
     predicted_parts,
 )
@@ -183,3 +184,19 @@ def test_model_and_hardware_flops(remat, again):
     layers = 2 * (parameters - 50_304 * 768) + attention
     last = 12 * 2 * 768 * 3072  # products whose results no gradient needs
     assert repeated == pytest.approx(attention / 2 if again is None else again * (layers - last), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GH200 480GB", None),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_an_accelerator_is_known_by_its_whole_name(kind, name):
+    found = known_hardware(kind)
+    assert (found and found.name) == name

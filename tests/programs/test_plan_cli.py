@@ -160,6 +160,8 @@ def test_what_if_asks_the_questions_beside_it(capsys, tmp_path):
     assert rows["a node fewer"]["devices"] == 4 and rows["on h200, without a price"]["card"] == "h200"
     alone = recorded(capsys, tmp_path, *args, "--global-batch", "128")["rows"][0]
     assert rows["twice the batch"]["step_seconds"] == alone["step_seconds"]
+    found = recorded(capsys, tmp_path, *args, "--max-gib", "60", "--what-if")
+    assert {row["card"] for row in found["tables"]["What if"]} == {"h100", "h200"}
 
 
 def test_what_is_said_to_fit_in_place_of_a_layout_does(capsys, tmp_path):

@@ -72,6 +72,8 @@ WHOLE = {
     "noise": (lambda: optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(1e-2)), "add_noise"),
     "matrices": (lambda: optax.contrib.muon(1e-3), "scale_by_muon"),
     "own": (normed_rows, "normed_rows"),
+    "shape": (lambda: optax.stateless(lambda g, _: jax.tree.map(lambda x: -x / x.size, g)), "the optimizer"),
+    "ones": (lambda: optax.stateless(lambda g, _: jax.tree.map(lambda x: -x / jnp.ones_like(x).sum(), g)), ""),
 }
 
 

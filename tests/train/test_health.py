@@ -204,6 +204,9 @@ def test_a_drill_that_spoils_a_local_gradient_is_refused_with_overlap():
         "nan:step=1,who=2",
         "nan:step=1,step=2",
         "flip:step=1,rank=4",
+        "stuck:step=2,rank=3",
+        "flip:step=2,leaf=positions",
+        "batch:step=1,process=0",
     ],
 )
 def test_a_drill_that_is_none_is_refused(text):
