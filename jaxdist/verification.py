@@ -220,7 +220,11 @@ def _difference(name: str, ours, theirs, tolerance: float | None, dtype: str) ->
         return Difference("value", name, 0.0 if np.array_equal(ours, theirs) else math.inf, 0.0, math.nan, math.nan)
     allowed = GRADIENT_TOLERANCE.get(OF_PARTS.get(dtype, dtype), 1e-5) if tolerance is None else tolerance
     wide = np.complex128 if "c" in (ours.dtype.kind, theirs.dtype.kind) else np.float64
-    return array_difference("value", name, ours.astype(wide), theirs.astype(wide), allowed, True)
+    pair = (ours.astype(wide), theirs.astype(wide))
+    if ours.shape == theirs.shape:  # a number that is infinite in both is no difference
+        finite = ~(np.isinf(pair[1]) & (pair[0] == pair[1]))
+        pair = tuple(np.where(finite, x, 0) for x in pair)
+    return array_difference("value", name, *pair, allowed, True)
 
 
 def _leaves(tree) -> dict[str, np.ndarray]:

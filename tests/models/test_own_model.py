@@ -97,6 +97,10 @@ def test_a_wrong_step_is_found(old, new, match):
 
 def test_parts_of_complex_numbers_and_leaves_of_one_name_are_compared():
     x = jnp.arange(1.0, 5.0)
+    masked = jnp.where(x > 2, x, -jnp.inf)
+    jaxdist.verify(lambda x: 2 * x, lambda x: x + x, (masked,)).require()
+    with pytest.raises(AssertionError):
+        jaxdist.verify(lambda x: 2 * x, lambda x: abs(x), (masked,)).require()
     wrong = jaxdist.verify(lambda x: x * (1 + 2j), lambda x: x * (1 - 5j), (x,))
     assert [each.ok for each in wrong.differences] == [False]
     jaxdist.verify(lambda x: x * (1 + 2j), lambda x: x * (1 + 2j), (x,)).require()
