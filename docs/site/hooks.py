@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from experiments.labs import COURSE  # noqa: E402
-from experiments.labs.notebooks import notebook  # noqa: E402
+from experiments.labs.notebooks import SOURCE, notebook  # noqa: E402
 
 PACKAGE = "jaxdist"
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-COLAB = "https://colab.research.google.com/github/jaxdist/jaxdist/blob/notebooks"
+COLAB = f"{SOURCE.replace('github.com', 'colab.research.google.com/github')}/blob/notebooks"
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml", ".sbatch": "bash", ".sh": "bash"}
 
 FENCE = re.compile(r"(^ *```.*?^ *```[^\n]*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)

@@ -4,7 +4,6 @@
 """
 
 import os
-import re
 import resource
 import signal
 import time
@@ -23,17 +22,18 @@ from jaxdist.layout import Layout
 from jaxdist.mesh import AXES
 from jaxdist.parallel import collectives as comm
 
-KINDS = {
-    "nan": "one gradient of a rank becomes NaN (rank, leaf)",
-    "inf": "one gradient of a rank becomes infinite (rank, leaf)",
-    "flip": "one bit of a replicated parameter flips on a device (rank)",
-    "batch": "the targets of the batch that this step takes are shuffled",
-    "stuck": "a process stops for ever (process)",
-    "slow": "a process is late by half a second from that step on (process)",
-    "die": "a process is killed (process)",
-    "term": "a process gets SIGTERM (process)",
-    "late": "a process gets SIGTERM, and its step never ends (process)",
-    "full": "no file may grow beyond 1 KiB while the checkpoint of that step is written",
+# What a fault does, and which settings it has besides its step.
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "nan": ("one gradient of a rank becomes NaN", ("rank", "leaf")),
+    "inf": ("one gradient of a rank becomes infinite", ("rank", "leaf")),
+    "flip": ("one bit of a replicated parameter flips on a device", ("rank",)),
+    "batch": ("the targets of the batch that this step takes are shuffled", ()),
+    "stuck": ("a process stops for ever", ("process",)),
+    "slow": ("a process is late by half a second from that step on", ("process",)),
+    "die": ("a process is killed", ("process",)),
+    "term": ("a process gets SIGTERM", ("process",)),
+    "late": ("a process gets SIGTERM, and its step never ends", ("process",)),
+    "full": ("no file may grow beyond 1 KiB while the checkpoint of that step is written", ()),
 }
 
 
@@ -127,14 +127,13 @@ def parse_fault(drill: str | None, num_ranks: int, num_steps: int = MOST) -> Fau
     numbers = {key: value for key, value in found.items() if key != "leaf"}
     known = {"step", "rank", "process", "leaf"}
     if kind not in KINDS or "step" not in found or not found.keys() <= known or len(found) < len(pairs):
-        kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
+        kinds = "; ".join(f"{name}: {what}" + f" ({', '.join(has)})" * bool(has) for name, (what, has) in KINDS.items())
         raise ConfigError(
             f"drill={drill!r}",
             f"must be a fault and its settings, of step, rank, process and leaf. {kinds}",
             "Write nan:step=5,rank=1,leaf=tokens",
         )
-    takes = set(re.findall(r"\b(?:rank|leaf|process)\b", KINDS[kind].partition("(")[2]))
-    if idle := found.keys() - {"step"} - takes:
+    if idle := found.keys() - {"step", *KINDS[kind][1]}:
         raise ConfigError(
             f"drill={drill!r}", f"{kind} must have no {min(idle)}: it would change nothing", "Leave it out"
         )

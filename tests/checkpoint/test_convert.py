@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import importlib.util
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES
+from rich.console import Console
 from support import programs
 
 import experiments.convert
@@ -258,6 +260,13 @@ def test_an_export_stops_and_begins_as_its_run_does(theirs, tmp_path, capsys):
     transformers = pytest.importorskip("transformers", reason="pip install -e '.[oracle]'")
     found = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "out"))
     assert found("a few").input_ids == [begin, *tokenizer.encode(["a few"])[0]] and found.eos_token == "</s>"
+
+
+def test_weights_that_overflow_in_the_dtype_asked_for_are_said():
+    console = Console(record=True, file=io.StringIO())
+    for dtype in (None, "bfloat16", "float16"):
+        experiments.convert.say_not_finite({"params.w": jnp.array([1e5])}, console, dtype)
+        assert ("not finite: params.w" in console.export_text()) == (dtype == "float16")
 
 
 def test_weights_that_are_not_finite_are_said_and_go_no_further(theirs, data, tmp_path, capsys):

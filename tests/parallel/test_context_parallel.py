@@ -159,12 +159,11 @@ def test_a_zig_zag_gives_every_rank_as_many_scores(ranks):
 def test_a_rank_has_its_chunks_and_all_together_the_sequence(split):
     """Rank after rank: of groups in a zig-zag the first and the last chunk that is left, divided among their ranks."""
     whole = np.arange(2 * 8 * split.ranks).reshape(2, -1)
-    parts = P(None, "cp") if split.ranks > 1 else P()
     on_mesh = jax.shard_map(
         lambda x: (split.cut(x), split.gather(split.cut(x))[None]),
         mesh=make_mesh(MeshShape(cp=split.ranks), DEVICES),
         in_specs=P(),
-        out_specs=(parts, P("cp")),
+        out_specs=(P(None, "cp"), P("cp")),
     )
     held, back = jax.jit(on_mesh)(whole)
     chunks = np.split(np.arange(whole.shape[1]), 2 * split.groups)

@@ -6,6 +6,7 @@ from experiments.labs.recompute import step_flops
 from jaxdist.config import RunConfig
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.presets import PRESETS
+from jaxdist.plan.cost import duration
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.utilisation import flops_per_token
 from jaxdist.plan.verdict import (
@@ -200,3 +201,8 @@ def test_model_and_hardware_flops(remat, again):
 def test_an_accelerator_is_known_by_its_whole_name(kind, name):
     found = known_hardware(kind)
     assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(("hours", "said"), [(31 / 60, "31 min"), (31.2 / 60, "32 min"), (45 / 3600, "45 s")])
+def test_a_duration_is_rounded_up_and_an_exact_one_stays(hours, said):
+    assert duration(hours) == said

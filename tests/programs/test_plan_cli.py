@@ -177,11 +177,11 @@ def test_what_is_said_to_fit_in_place_of_a_layout_does(capsys, tmp_path):
 
 
 def test_fine_tuning_has_its_own_rate_and_reads_its_data(capsys, tmp_path):
-    (tmp_path / "text.txt").write_text("some words " * 5000)
-    args = [*SMALL, "--finetune", "--data", tmp_path / "text.txt", "--epochs", "2"]
+    (tmp_path / "my text.txt").write_text("some words " * 5000)
+    args = [*SMALL, "--finetune", "--data", tmp_path / "my text.txt", "--epochs", "2"]
     found = recorded(capsys, tmp_path, *args)
     assert "--lr 2e-05" in found["command"] and "--weights WEIGHTS" in found["command"]
-    assert f"--data {tmp_path}/text.txt" in found["command"]
+    assert f"--data '{tmp_path}/my text.txt'" in found["command"]
     assert 2 * 0.8 * 55_000 < found["tokens"] < 2 * 55_000
 
 

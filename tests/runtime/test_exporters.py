@@ -8,6 +8,7 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from support.launched import LAUNCHER_VARIABLES, ROOT, as_processes
@@ -89,6 +90,15 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_made(endpoint, tmp_p
     words = ["--metrics-port", port, "--steps", "1", "--data", tmp_path / "text.txt", "--out", tmp_path / "run"]
     code, out, err = run(capfd, "train", *words)
     assert code == 2 and "cannot listen" in err and "compil" not in out + err and not (tmp_path / "run").exists()
+
+
+def test_a_card_that_the_driver_does_not_know_by_its_name_is_left_out(monkeypatch, tmp_path):
+    """CUDA takes a part of a UUID, the driver a whole one."""
+    (tmp_path / "no_driver.py").write_text(FAKE_DRIVER + "def nvmlDeviceGetHandleByUUID(name): raise NVMLError(name)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937")
+    card = SimpleNamespace(process_index=0, platform="gpu", local_hardware_id=0)
+    assert gpus.Watch([card], "no_driver").read() == []
 
 
 FAKE_DRIVER = """

@@ -73,7 +73,7 @@ WHOLE = {
     "matrices": (lambda: optax.contrib.muon(1e-3), "scale_by_muon"),
     "own": (normed_rows, "normed_rows"),
     "shape": (lambda: optax.stateless(lambda g, _: jax.tree.map(lambda x: -x / x.size, g)), "the optimizer"),
-    "ones": (lambda: optax.stateless(lambda g, _: jax.tree.map(lambda x: -x / jnp.ones_like(x).sum(), g)), ""),
+    "ones": (lambda: optax.stateless(lambda g, _: jax.tree.map(lambda x: -x / jnp.ones_like(x).sum(), g)), "stateless"),
 }
 
 
