@@ -1,7 +1,7 @@
 """Published step times of mixtures of experts beside predictions by constants that were fitted to none of them.
 
-`python -m experiments.calibration.mixtures` prints a line a run, worst first. All are of Megatron Core's on H100; the
-model is ours of that shape, as a plan has it, and the layout is their program's.
+`python -m experiments.calibration.mixtures` prints a line a run, worst first. All are of Megatron Core's; the model is
+ours of that shape, as a plan has it, and the layout is their program's.
 """
 
 import tomllib
@@ -10,14 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist.models.decoder import DecoderConfig
-from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.time_model import Layout, Repeated, efficiency_of, step_time
 
-from .runs import mean_and_max
+from .runs import cluster_of, mean_and_max
 from .sources import MEGATRON_CORE, LeftOut, bar, table
-
-CARD = "h100"
 
 
 def runs() -> list[tuple[str, DecoderConfig, dict]]:
@@ -69,11 +66,11 @@ def _casts(model: DecoderConfig, tp: int, etp: int) -> float:
 
 def predicted() -> list[LeftOut]:
     """Every run, by the constants of a plan."""
-    found, efficiency = [], efficiency_of(CARD)
+    found = []
     for name, model, facts in runs():
-        per_node = min(facts["gpus"], 8)
-        cluster = Cluster(find_hardware(CARD), facts["gpus"] // per_node, per_node)
-        time = step_time(work_of(model), layout_of(model, facts), cluster, efficiency, facts["dtype"])
+        card = facts.get("card", "h100")
+        cluster = cluster_of(card, facts["gpus"])
+        time = step_time(work_of(model), layout_of(model, facts), cluster, efficiency_of(card), facts["dtype"])
         total = float(np.max(time.total))
         sizes = ", ".join(f"{key} {facts[key]}" for key in ("gpus", "tp", "pp", "cp", "ep", "etp", "rows", "batch"))
         found.append(
@@ -83,7 +80,7 @@ def predicted() -> list[LeftOut]:
                 published=facts["seconds"],
                 predicted=total,
                 exposed=float(np.max(time.communication)) / total,
-                model=(CARD, model, facts["dtype"]),
+                model=(card, model, facts["dtype"]),
                 a_token=facts["gpus"] / (facts["batch"] * model.seq_len),
             )
         )

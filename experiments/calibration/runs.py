@@ -28,12 +28,21 @@ def published() -> dict:
     return tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 
 
-@cache
+def cluster_of(card: str, num_devices: int, **measured) -> Cluster:
+    """So many of a card, with other figures where a source states its own; of 72 in a rack 64 are used."""
+    hardware = replace(find_hardware(card), **measured)
+    per_node = min(num_devices, 64 if hardware.devices_per_node == 72 else hardware.devices_per_node)
+    return Cluster(hardware, -(-num_devices // per_node), per_node)
+
+
+def measured(group: dict) -> dict:
+    """Figures of its cards that a group of runs states."""
+    return {name: group[name] for name in ("memory_bytes_per_s",) if name in group}
+
+
 def _cluster(group: str, num_devices: int) -> Cluster:
     facts = published()["groups"][group]
-    hardware = find_hardware(facts["accelerator"])
-    hardware = replace(hardware, memory_bytes_per_s=facts.get("memory_bytes_per_s", hardware.memory_bytes_per_s))
-    return Cluster(hardware, -(-num_devices // hardware.devices_per_node), min(num_devices, hardware.devices_per_node))
+    return cluster_of(facts["accelerator"], num_devices, **measured(facts))
 
 
 def shape_of_run(group: str, run: dict) -> ModelShape:

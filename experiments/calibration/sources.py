@@ -20,11 +20,10 @@ import numpy as np
 
 from jaxdist.files import write_whole
 from jaxdist.plan import formulas
-from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.time_model import BARS, EFFICIENCIES, Efficiency, Layout, Repeated, efficiency_of, kind_of, step_time
 
 from . import runs
-from .runs import MEGATRON, TimeCase, mean_and_max, not_printed
+from .runs import MEGATRON, TimeCase, cluster_of, mean_and_max, not_printed
 from .work import PaperWork, elementwise_bytes
 
 # Of the groups of published.toml.
@@ -37,7 +36,7 @@ SOURCES = {
     "torchtitan": "torchtitan",
     "torchtitan_405b": "torchtitan",
 }
-ACCELERATORS = {"h100": ("h100", "h200"), "a100": ("a100-80",)}  # fitted together
+ACCELERATORS = {"h100": ("h100", "h200"), "a100": ("a100-80",), "gb200": ("gb200", "b200")}
 FLASH2 = ("llm-foundry", "torchtitan")  # whose attention is FlashAttention-2's, or Triton's; nanotron's is as well
 TRANSFORMER_ENGINE = ("Megatron Core", "Pax")  # whose casts to float8 are kernels of their own
 COMPILED = ("MaxText", "Pax")  # by XLA, a step at a time
@@ -107,7 +106,7 @@ class LeftOut:
 
 @cache
 def sourced(accelerator: str) -> tuple[Sourced, ...]:
-    """Every published time on one of `ACCELERATORS`, in seconds a step."""
+    """Every published time on one of `ACCELERATORS`, or on another card, in seconds a step."""
     groups = runs.published()["groups"]
     found = [
         Sourced(SOURCES[name], facts["accelerator"], case)
@@ -116,7 +115,8 @@ def sourced(accelerator: str) -> tuple[Sourced, ...]:
         for case in runs.times(name, run)
     ]
     found += [row for row, facts in second_set() if not facts["aside"]]
-    return tuple(each for each in found if each.accelerator in ACCELERATORS[accelerator])
+    found += in_columns("blackwell.csv")
+    return tuple(each for each in found if each.accelerator in ACCELERATORS.get(accelerator, (accelerator,)))
 
 
 @cache
@@ -132,40 +132,35 @@ def second_set() -> tuple[tuple[Sourced, dict], ...]:
     return tuple(found)
 
 
-VOCABULARY = {"mpt": 50_368, "gpt": 51_200, "llama-7b": 32_000, "llama-13b": 32_000, "llama": 128_256}
+VOCABULARY = {"mpt": 50_368, "nemotron": 256_000, "gpt": 51_200}
+VOCABULARY |= {"llama-7b": 32_000, "llama-13b": 32_000, "llama": 128_256}
 
 
 @cache
-def third_set() -> tuple[Sourced, ...]:
-    """The runs of third_set.csv, which no constant is fitted to."""
+def in_columns(name: str) -> tuple[Sourced, ...]:
+    """The runs of a CSV file beside this one. No constant is fitted to those of third_set.csv."""
     shapes = tomllib.loads(Path(__file__).with_name("second_set.toml").read_text(encoding="utf-8"))["shapes"]
     found = []
-    with Path(__file__).with_name("third_set.csv").open(encoding="utf-8") as file:
+    with Path(__file__).with_name(name).open(encoding="utf-8") as file:
         for run in csv.DictReader(file):
             vocabulary = next(size for begin, size in VOCABULARY.items() if run["shape"].startswith(begin))
             shape = runs.shape_of(shapes[run["shape"]] | {"seq_len": int(run["seq_len"]), "vocab_size": vocabulary})
-            of_fsdp = run["source"] in ("llm-foundry", "fms-fsdp")
-            words = ("dp", "rows", "replica") if of_fsdp else ("dp", "rows", "pp", "cp", "tp", "chunks")
+            of_fsdp = run["source"] in ("llm-foundry", "fms-fsdp") or run["zero"] == "3"
+            words = ("dp", "rows", "tp", "replica") if of_fsdp else ("dp", "rows", "pp", "cp", "tp", "chunks")
             sizes = {name: int(run[name]) for name in words} | {"microbatches": int(run["micro"])}
+            has_casts = run["dtype"] == "float8" and run["source"] != "llm-foundry"
+            repeated = Repeated(num_bytes=_casts(shape, sizes["tp"]) if has_casts else 0)
+            common = sizes | {"sp": sizes["tp"] > 1, "remat": run["recompute"], "repeated": repeated}
             if of_fsdp:
                 flash = {"flash": True, "flash2": run["source"] in FLASH2}
-                layout = Layout(**sizes, zero=3, remat=run["recompute"], gradient_bytes=2, overlap_across=True, **flash)
+                layout = Layout(**common, zero=3, gradient_bytes=2, overlap_across=True, **flash)
             else:
-                tp, casts = sizes["tp"], _casts(shape, sizes["tp"]) if run["dtype"] == "float8" else 0
-                core = MEGATRON_CORE | {"zero": int(run["zero"]), "sp": tp > 1, "overlap_tp": (tp - 1) / tp}
-                layout = Layout(
-                    **sizes, **core, remat=run["recompute"], gradient_bytes=4, repeated=Repeated(num_bytes=casts)
-                )
-            cluster, said = _cluster(run["card"], int(layout.num_devices)), ", ".join(run.values())
+                core = MEGATRON_CORE | {"zero": int(run["zero"]), "overlap_tp": (sizes["tp"] - 1) / sizes["tp"]}
+                layout = Layout(**common | core, gradient_bytes=4)
+            cluster, said = cluster_of(run["card"], int(layout.num_devices)), ", ".join(run.values())
             case = TimeCase(run["source"], said, shape, layout, cluster, float(run["seconds"]), run["dtype"])
             found.append(Sourced(run["source"], run["card"], case))
     return tuple(found)
-
-
-def _cluster(card: str, num_devices: int, **measured) -> Cluster:
-    hardware = replace(find_hardware(card), **measured)
-    per_node = hardware.devices_per_node
-    return Cluster(hardware, -(-num_devices // per_node), min(num_devices, per_node))
 
 
 def _case(name: str, group: dict, facts: dict) -> TimeCase:
@@ -208,8 +203,7 @@ def _case(name: str, group: dict, facts: dict) -> TimeCase:
         if _has_casts(group, facts):
             layout = replace(layout, repeated=Repeated(num_bytes=_casts(shape, layout.tp)))
     num_devices = int(np.max(layout.num_devices))
-    measured = {"memory_bytes_per_s": group["memory_bytes_per_s"]} if "memory_bytes_per_s" in group else {}
-    cluster = _cluster(group["accelerator"], num_devices, **measured)
+    cluster = cluster_of(group["accelerator"], num_devices, **runs.measured(group))
     hardware = cluster.hardware
     tokens = float(np.max(layout.sequences)) * shape.seq_len
     if "seconds" in facts:
@@ -407,7 +401,7 @@ def aside() -> list[LeftOut]:
 @cache
 def leave_one_source_out(accelerator: str, unfitted: bool = False) -> tuple[LeftOut, ...]:
     """Every row, predicted by the other sources' constants. unfitted: and those that none is fitted to."""
-    rows, more = sourced(accelerator), third_set() if unfitted else ()
+    rows, more = sourced(accelerator), in_columns("third_set.csv") if unfitted else ()
     every, found = [*rows, *(row for row in more if row.accelerator.startswith(accelerator))], []
     for source in dict.fromkeys(row.source for row in every):
         efficiency = fit_pooled([row for row in rows if row.source != source])
@@ -479,9 +473,11 @@ def right_within(rows: Sequence[LeftOut], least: float, most: float) -> tuple[in
 
 
 def calibrated(accelerator: str) -> Efficiency:
-    """Fitted to every source, with the bar of those that were left out."""
+    """Fitted to every source, with the bar of those that were left out, at least H100's where all are one program's."""
     stack = f"{accelerator}-published"
     error = round(bar([row for row in leave_one_source_out(accelerator, unfitted=True) if row.kind == "dense"]), 2)
+    if accelerator == "gb200":
+        error = max(error, EFFICIENCIES["h100-published"].relative_error)
     return replace(fit_pooled(sourced(accelerator)), relative_error=error, stack=stack)
 
 
@@ -560,11 +556,12 @@ def order_table(rows: Sequence[LeftOut]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", nargs=2, metavar=("ACCELERATOR", "FILE"), help="fit h100 or a100, and write it")
+    which = f"fit {', '.join(ACCELERATORS)}, and write it"
+    parser.add_argument("--write", nargs=2, metavar=("ACCELERATOR", "FILE"), help=which)
     chosen = parser.parse_args().write
     if chosen:
         if chosen[0] not in ACCELERATORS:
-            parser.error(f"--write {chosen[0]}: there are {' and '.join(ACCELERATORS)}")
+            parser.error(f"--write {chosen[0]}: must be one of {', '.join(ACCELERATORS)}")
         found = asdict(calibrated(chosen[0]))
         lines = [f"{field.name} = {found[field.name]!r}".replace("'", '"') for field in fields(Efficiency)]
         write_whole(Path(chosen[1]), ("\n".join(lines) + "\n").encode())
@@ -579,6 +576,7 @@ def main() -> None:
             print(predictors_table(rows), end="\n\n")
             print(table(aside()), end="\n\n")
         print(table(rows), end="\n\n")
+    print(summary("gb300", predicted(sourced("gb300"), efficiency_of("gb300"))))
 
 
 if __name__ == "__main__":

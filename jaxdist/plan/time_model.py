@@ -42,7 +42,7 @@ CORE_LAUNCHES = 0.2  # of a layer's forward, those of attention that writes its 
 RING_COPIES, RING_LAUNCHES = 5, 0.06
 RING_HIDE = 0.45  # of what `hide` says, in rings: of three published runs with and without them (docs/plan.md)
 # Least bars of the kinds of runs that are predicted worse than dense ones: nine tenths of published runs are within
-# them, every source with the same weight (`python -m experiments.calibration.sources`), of experts 96 % of 46
+# them, every source with the same weight (`python -m experiments.calibration.sources`), of experts 93 % of 95
 # (`.mixtures`); that of adapters is of somebody else's rows.
 BARS = {"experts": 0.6, "adapters": 0.23, "long sequences": 0.35, "tiny": 4.0}
 LONG_SEQUENCES, TINY_WIDTH = 16_384, 768
@@ -158,6 +158,22 @@ EFFICIENCIES = {
         hide=0.702,
         relative_error=0.17,
         stack="a100-published",
+    ),
+    "gb200-published": Efficiency(
+        matmul=0.582,
+        half_size=68.1,
+        attention=0.481,
+        float8=0.894,
+        hbm=0.587,
+        inside=0.668,
+        between=0.583,
+        latency=1.01,
+        layer_seconds=0.0002,
+        step_seconds=0.0261,
+        straggle=0.00572,
+        hide=0.673,
+        relative_error=0.2,
+        stack="gb200-published",
     ),
 }
 

@@ -129,9 +129,11 @@ def test_links_and_peaks(name):
 def test_every_entry_has_its_source_and_date():
     table = load_hardware()
     assert {*ACCELERATORS, "mi300x", "v5e", "v5p", "v6e"} == table.keys()
-    assert {name for name, device in table.items() if device.calibrated} == {"a100-40", "a100-80", "h100", "h200"}
-    assert {name: efficiency_of(name).stack for name in ("h200", "b300", "mine")} == {
+    calibrated = {name for name, device in table.items() if device.calibrated}
+    assert calibrated == {"a100-40", "a100-80", "h100", "h200", "b200", "gb200"}
+    assert {name: efficiency_of(name).stack for name in ("h200", "b200", "b300", "mine")} == {
         "h200": "h100-published",
+        "b200": "gb200-published",
         "b300": "uncalibrated",
         "mine": "uncalibrated",
     }
