@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -287,14 +288,14 @@ def settled(found: list[Difference], run: Observed, reference: Observed, exact: 
     return [judge(each) for each in found]
 
 
-def _values(run: Observed) -> dict[tuple[str, str], np.ndarray | np.floating]:
+def _values(run: Observed) -> dict[tuple[str, str], Any]:
     """What float64 may settle, by kind and name as `_compared` has them."""
     found: dict = {("moment", name): x for name, x in run.moments.items()}
     found |= {("parameter", name): x for name, x in run.parameters.items()}
     for step, (gradients, norms) in enumerate(zip(run.gradients, run.group_norms, strict=True), 1):
         later = "" if step == 1 else f" of step {step}"
         found |= {(f"gradient{later}", name): x for name, x in gradients.items()}
-        found |= {(f"gradient norm{later}", name): np.float64(x) for name, x in norms.items()}
+        found |= {(f"gradient norm{later}", name): x for name, x in norms.items()}
     return found
 
 

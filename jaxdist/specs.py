@@ -43,7 +43,7 @@ def with_shards(leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
     if leaf.zero_dim is None:
         return spec
     axes = (*axes_of(spec[leaf.zero_dim]), *leaf.zero_axes)
-    return PartitionSpec(*replace_entry(tuple(spec), leaf.zero_dim, axes if len(axes) > 1 else axes[0]))
+    return PartitionSpec(*replace_entry(tuple(spec), leaf.zero_dim, axes))
 
 
 def param_specs(layout: Layout) -> dict:
@@ -76,8 +76,7 @@ def drop_unit_axes(dims: Iterable, mesh: MeshShape) -> PartitionSpec:
     """A PartitionSpec without the axes of size 1."""
 
     def keep(entry):
-        axes = tuple(a for a in axes_of(entry) if mesh.size(a) > 1)
-        return axes if len(axes) > 1 else axes[0] if axes else None
+        return tuple(a for a in axes_of(entry) if mesh.size(a) > 1) or None
 
     return PartitionSpec(*map(keep, dims))
 

@@ -213,7 +213,7 @@ def _rope(fields: _Fields, default: float) -> tuple[float, tuple]:
         raise fields.refuse(name, f"its type must be one of {', '.join(ROPE_SCALING)} to be computed here")
     unknown = rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_SCALING[kind]}
     whole = rope.get("partial_rotary_factor", fields.config.get("partial_rotary_factor"))
-    if unknown or whole not in (None, 1, 1.0):
+    if unknown or whole not in (None, 1):
         raise fields.refuse(
             name, f"of the type {kind}, {sorted(unknown) or 'a part of a head'} cannot be computed here"
         )

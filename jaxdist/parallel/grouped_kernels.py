@@ -87,7 +87,7 @@ def _blocks(counts_E: jax.Array, number: int) -> jax.Array:
     end_E, last_E = jnp.cumsum(of_group_E), jnp.cumsum(counts_E)
     block_B = jnp.arange(number)
     used_B = block_B < end_E[-1]
-    group_B = jnp.minimum(jnp.sum(end_E <= block_B[:, None], axis=1), len(counts_E) - 1)
+    group_B = jnp.sum(end_E <= block_B[:, None], axis=1)
     start_B = (last_E - counts_E)[group_B] + (block_B - (end_E - of_group_E)[group_B]) * ROWS
     return jnp.where(used_B, jnp.stack([group_B, start_B, last_E[group_B]]), 0).astype(jnp.int32)
 

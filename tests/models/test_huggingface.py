@@ -333,6 +333,8 @@ def test_kinds_repeat_as_shortly_as_they_can():
     assert kinds(layer_types=[full, sliding, sliding, full]) == ("full", "sliding", "sliding", "full")
     assert kinds(layer_types=None, max_window_layers=3) == ("full", "full", "full", "sliding")
     assert kinds(layer_types=None, max_window_layers=0) == ("sliding",)
+    experts = {name: x for name, x in FAMILIES["qwen3-moe"].items() if name != "decoder_sparse_step"}
+    assert model_from_config(experts | {"mlp_only_layers": []}).kinds == ("full",)
 
 
 def test_whatever_a_config_says_only_one_error_comes_out():

@@ -352,6 +352,7 @@ def test_the_work_of_a_llama():
     [
         ("tp=8", {}, "heads=4 of parameter blocks.w_k over tp=8"),
         ("tp=2", {"tp_ring": "one-way"}, "ring"),
+        ("cp=2", {}, "Llama with cp=2: .* part of the sequence"),
         ("dp=2", {"attention": "cudnn"}, "attention=cudnn: .* Llama"),
     ],
 )

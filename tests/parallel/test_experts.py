@@ -31,6 +31,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import grouped_kernels as kernels
 from jaxdist.parallel.expert_parallel import NOWHERE, apply_experts, kept_places, slots_of_round
 from jaxdist.parallel.grouped_matmul import grouped_matmul
+from jaxdist.parallel.products import products_of
 from jaxdist.params import named_params
 from jaxdist.parity import observe, quick_options
 from jaxdist.placement import make_layout
@@ -459,6 +460,28 @@ def test_every_round_sends_as_much_as_the_first():
         rows = [c.count * c.full_bytes for c in sent if c.full_bytes > 100]
         assert sum(rows) == rounds * 2 * (4 * 3) * 5 * 4  # there and back: 3 slots for each of 4 ranks, 5 wide
         assert [c.full_bytes for c in sent if c.full_bytes <= 100] == [8 * 4, 4]  # counts, and the number of rounds
+
+
+def test_products_are_those_of_the_first_round():
+    """Of a traced program as a plan counts them, forward and backward: later rounds are rare."""
+    mesh, by_rank = parse_mesh("dp=4,ep=4"), PartitionSpec("ep")
+    shapes = ((32, 5), "f4"), ((32, 2), "i4"), ((32, 2), "f4"), ((8, 5, 5), "f4")
+    found = {}
+    for room in (0.75, None):
+
+        def exchanged(x_RD, expert_RK, weight_RK, w_EDF, room=room):
+            def product(w_EDF, rows_ND, counts_E):
+                return grouped_matmul(rows_ND, w_EDF, counts_E)
+
+            y, pull = jax.vjp(
+                lambda x, w: apply_experts(product, w, x, expert_RK, weight_RK, 8, mesh.expert_axes, room), x_RD, w_EDF
+            )
+            return pull(y)
+
+        on_mesh = jax.shard_map(exchanged, mesh=make_abstract_mesh(mesh), in_specs=by_rank, out_specs=by_rank)
+        jaxpr = jax.make_jaxpr(on_mesh)(*(jax.ShapeDtypeStruct(*each) for each in shapes))
+        found[room] = [*products_of(jaxpr)]
+    assert len(found[0.75]) == len(found[None]) == 3
 
 
 def test_a_round_has_room_for_an_even_share_and_some_or_for_everything():

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.builders import NAMES, SCHEDULES, from_orders, make_schedule
+from jaxdist.parallel.pipeline.instructions import Loop
+from jaxdist.parallel.pipeline.lowering import iterations
 from jaxdist.parallel.pipeline.schedules import Action, Phase, Schedule, divide_layers
 from jaxdist.parallel.pipeline.simulate import Costs, held_chunks, in_flight, simulate, validate
 from jaxdist.parallel.pipeline.text import draw, load, parse, parse_cell
@@ -264,6 +266,24 @@ def test_doubled_action_is_named_with_both_ticks(schedule):
         doubled = dataclasses.replace(schedule, table=(*schedule.table, (None,) * schedule.num_stages))
         with pytest.raises(ConfigError, match=f"tick {last}, stage {stage}: {action}: .* tick {tick}"):
             validate(changed(doubled, {(last, stage): action}))
+
+
+def test_actions_wait_for_what_they_read():
+    """Of two stages: a B reads what its R (or its F) kept and the next stage's gradient, an R the input of its F."""
+    schedule = make_schedule("1f1b", 2, 2, recompute=True)
+    f, r, b, w = (Action(phase, 1, 0) for phase in (Phase.F, Phase.R, Phase.B, Phase.W))
+    assert [schedule.inputs(1, action) for action in (f, r, b, w)] == [[(0, f)], [(1, f)], [(1, r)], [(1, b)]]
+    assert schedule.inputs(0, f) == [] and schedule.inputs(0, b) == [(0, r), (1, w)]
+    split = dataclasses.replace(schedule, fused_backward=False, recompute=False)
+    assert split.inputs(0, b) == [(0, f), (1, b)]
+
+
+def test_embedding_and_head_run_on_the_stages_of_the_first_and_last_part():
+    for name, head in (("1f1b", 1), ("interleaved", 1), ("zb-v", 0)):
+        schedule = make_schedule(name, 2, 4)
+        found = iterations(schedule, [1] * schedule.num_parts)
+        assert [x > 0 for x in found[Loop.EMBED]] == [True, False]
+        assert [x > 0 for x in found[Loop.HEAD]] == [head == 0, head == 1]
 
 
 @by_name

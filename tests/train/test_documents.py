@@ -5,6 +5,7 @@ import json
 from fractions import Fraction
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES
@@ -17,6 +18,7 @@ from jaxdist.data.batches import Batches, Corpus, Source, document_starts, held_
 from jaxdist.data.tokens import targets_of, tokens_in, unmasked
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_abstract_mesh, parse_mesh
+from jaxdist.models.context import Context
 from jaxdist.parity import observe
 from jaxdist.train.program import build_program
 from jaxdist.verification import proof_config
@@ -49,6 +51,13 @@ def test_a_packed_sequence_equals_its_documents_alone(name):
     for leaf, theirs in expected.gradients[0].items():
         if not leaf.partition("[")[0].endswith(".load"):
             np.testing.assert_allclose(found.gradients[0][leaf], theirs, rtol=1e-9, atol=1e-12, err_msg=leaf)
+
+
+def test_positions_begin_again_with_every_document():
+    context = Context(starts_BT=jnp.asarray(np.repeat([0, 3, 4], [3, 1, 4])[None]))
+    for positions in (context.positions, context.whole_positions):
+        assert positions(8).tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
+    assert Context().positions(8).tolist() == [*range(8)]
 
 
 @pytest.mark.parametrize(
