@@ -144,7 +144,7 @@ class ExpertLoad(Listener):
     def on_computed(self, loop: Watched, step: int, record: dict) -> None:
         num_tokens = self.run.config.batch_size * self.run.config.model.seq_len
         loop.counts = expert_load.counted(self.run.program.layout, self.copies.pop(step), num_tokens)
-        record |= expert_load.summary(loop.counts)
+        record |= expert_load.summary(self.run.program.layout, loop.counts)
         if loop.evaluates(step) or loop.is_said(step):
             record["experts"] = expert_load.rounded(loop.counts)
 

@@ -14,7 +14,7 @@ from jaxdist.layout import Layout, Leaf, axes_of
 from jaxdist.params import STACKED
 
 LOAD, DROPPED, FAULTS = ".load", ".dropped", ".faults"
-NAMES = ("expert_load_max", "expert_load_min", "expert_dropped")
+NAMES = ("expert_load_max", "expert_load_min", "expert_rank_load_max", "expert_dropped")
 DIGITS = 6
 
 
@@ -43,18 +43,22 @@ def counted(layout: Layout, values: Sequence[jax.Array], num_tokens: float) -> d
     return found
 
 
-def summary(counts: dict[str, np.ndarray]) -> dict[str, float]:
-    """Over all layers: the load of the busiest expert over the mean of its layer, that of the idlest, and the part of
-    all choices that was dropped."""
+def summary(layout: Layout, counts: dict[str, np.ndarray]) -> dict[str, float]:
+    """Over all layers: the load of the busiest expert over the mean of its layer, that of the idlest, that of the
+    busiest rank where ranks hold different experts, and the part of all choices that was dropped."""
     loads = [x for name, x in counts.items() if name.endswith(LOAD)]
     if not loads:
         return {}
     parts = [x / np.maximum(x.mean(-1, keepdims=True), 1e-30) for x in loads]
-    found = [max(x.max() for x in parts), min(x.min() for x in parts)]
+    found = {"expert_load_max": max(x.max() for x in parts), "expert_load_min": min(x.min() for x in parts)}
+    held = min(leaf.compute_local[-1] for leaf in counters(layout) if leaf.name.endswith(FAULTS))
+    if held < parts[0].shape[-1]:
+        of_ranks = (x.reshape(len(x), -1, held).mean(-1) for x in parts)
+        found["expert_rank_load_max"] = max(x.max() for x in of_ranks)
     dropped = [x.sum() for name, x in counts.items() if name.endswith(DROPPED)]
     if dropped:
-        found.append(sum(dropped) / max(sum(x.sum() for x in loads), 1e-30))
-    return {name: round(float(value), DIGITS) for name, value in zip(NAMES, found, strict=False)}
+        found["expert_dropped"] = sum(dropped) / max(sum(x.sum() for x in loads), 1e-30)
+    return {name: round(float(value), DIGITS) for name, value in found.items()}
 
 
 def rounded(counts: dict[str, np.ndarray]) -> dict[str, list]:

@@ -92,7 +92,12 @@ class Prometheus:
             self._rate = metric("Gauge", "learning_rate_ratio", "Learning rate.")
             self._used = metric("Gauge", "flops_utilization_ratio", "MFU and HFU.", "flops")
             self._scale = metric("Gauge", "loss_scale_ratio", "Loss scale of fp16.")
-            texts = ("Load of the busiest expert over the mean.", "Of the idlest.", "Choices dropped, of all.")
+            texts = (
+                "Load of the busiest expert over the mean.",
+                "Of the idlest.",
+                "Of the busiest rank.",
+                "Choices dropped.",
+            )
             named = zip(expert_load.NAMES, texts, strict=True)
             self._experts = {name: metric("Gauge", f"{name}_ratio", text) for name, text in named}
         self._server = _listen(port, host, self._registry)

@@ -612,9 +612,14 @@ def test_counts_are_no_part_of_the_gradient_s_norm():
 
 
 def test_what_is_counted_is_summed_up_over_layers():
-    counts = {"a.load": np.array([[1.0, 3.0], [6.0, 6.0]]), "a.dropped": np.array([[0.0, 1.0], [0.0, 1.0]])}
-    assert summary(counts) == {"expert_load_max": 1.5, "expert_load_min": 0.5, "expert_dropped": 0.125}
-    assert summary({}) == {}
+    """The busiest rank is told where several hold different experts: of 8 here, 2 on each of 4."""
+    counts = {"a.load": np.array([[1.0, 3, 2, 2, 2, 2, 2, 2], [6] * 8]), "a.dropped": np.array([[0.0, 8], [0, 0]])}
+    said = {"expert_load_max": 1.5, "expert_load_min": 0.5, "expert_dropped": 0.125}
+    for mesh, more in (("", {}), ("dp=2", {}), ("dp=4,ep=4", {"expert_rank_load_max": 1.0})):
+        config = config_of(SMALL, mesh)
+        layout = make_layout(config.model, config.parallel, config.part_layers)
+        assert summary(layout, counts) == said | more and summary(layout, {}) == {}
+    assert summary(layout, {"a.load": np.array([[3.0, 3, 0, 0, 1, 1, 0, 0]])})["expert_rank_load_max"] == 3
 
 
 def test_a_plan_says_what_a_token_uses_and_what_is_padding():

@@ -251,8 +251,9 @@ def test_learning_rate_warms_up_and_decays():
         recipe = plain.Recipe(**values, optimizer="adamw", vocab_size=1, dropout=0.0, seed=0, total_steps=110)
         np.testing.assert_allclose(rates, [plain.learning_rate(recipe, n) for n in range(110)], rtol=1e-5, err_msg=name)
     np.testing.assert_allclose([rates[10], rates[90], rates[100]], [0.5, 0.5, 0.275], rtol=1e-6)  # wsd's last fifth
-    short = RunConfig(MODEL, optimizer=OptimizerConfig(lr=1.0, warmup_steps=10), steps=5)
-    assert float(learning_rate(short)(jnp.float32(4))) == pytest.approx(1.0)
+    for warmup, steps, first in ((10, 5, [0.2, 0.4, 0.6, 0.8, 1]), (2, 9, [0.5, 1, 1]), (1, 9, [1, 1]), (0, 9, [1])):
+        short = RunConfig(MODEL, optimizer=OptimizerConfig(lr=1.0, warmup_steps=warmup), steps=steps)
+        assert [float(learning_rate(short)(jnp.float32(n))) for n in range(len(first))] == pytest.approx(first)
 
 
 @pytest.mark.parametrize(
