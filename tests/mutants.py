@@ -243,11 +243,12 @@ class Coverage:
         """Tests that run the mutant's line, or else its statement: together within `seconds`, at least one, and those
         that take the least time for each mutant that they noticed.
 
-        What runs while a module is imported belongs to no test: there, the tests that run anything of the file.
+        What runs while a module is imported belongs to no test: there, the tests that run anything of the file, and
+        those in files that import it.
         """
         found = self.by_line[mutant.path, mutant.line]
         found = found or set().union(*(self.by_line[mutant.path, line] for line in mutant.lines))
-        found = found or self.by_file[mutant.path]
+        found = found or self.by_file[mutant.path] | self.importing(mutant.path)
         chosen, total = [], 0.0
         for test in sorted(found, key=lambda test: (self.seconds[test] / (1 + self.times_red[test]), test)):
             total += self.seconds[test]
@@ -255,6 +256,12 @@ class Coverage:
                 break
             chosen.append(test)
         return chosen
+
+    def importing(self, path: str) -> set[str]:
+        """The tests in files that name a module."""
+        module = path.removesuffix(".py").replace("/", ".")
+        files = {file for test in self.seconds if module in (ROOT / (file := test.partition("::")[0])).read_text()}
+        return {test for test in self.seconds if test.partition("::")[0] in files}
 
 
 RED, TIME_LIMIT, SURVIVES = "red", "time limit", "survives"
