@@ -159,10 +159,10 @@ class GroupedAttention(nnx.Module):
         num_kv_heads: int,
         rotary: Rotary,
         out_std: float,
-        bias: bool = False,
-        out_bias: bool = False,
-        qk_norm: float | None = None,
-        window: int | None = None,
+        bias: bool,
+        out_bias: bool,
+        qk_norm: float | None,
+        window: int | None,
     ):
         self.rotary, self.num_heads, self.num_kv_heads, self.window = rotary, num_heads, num_kv_heads, window
         head_dim = rotary.head_dim

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import DEVICES, in_sample
+from jax.sharding import PartitionSpec
 from support.small_models import MODELS, TEXT
 
 from jaxdist.data.text_stream import TextStream
@@ -18,6 +19,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.generation import Sampling, build_generator, bytes_per_token
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare
+from jaxdist.models.cache import KeyValues, NextTokens
 from jaxdist.params import is_param
 from jaxdist.parity import forward_logits
 from jaxdist.plan.proof.trace import collectives_of, total_sent
@@ -236,3 +238,22 @@ def test_what_cannot_be_generated_is_refused(change, match):
     shape = parse_mesh(asked.pop("mesh"))
     with pytest.raises(ConfigError, match=match):
         build_generator(MODELS["gpt2"], make_abstract_mesh(shape), shape, dtype="float32", **asked)
+
+
+def test_a_token_sees_its_window_and_no_more_of_what_ranks_hold():
+    """Two ranks hold positions 3 to 6 between them; that at 6, with a window of 3, sees 4, 5 and itself."""
+    k, v, q = (np.random.default_rng(0).normal(size=(2, 7, 4)).astype(np.float32) for _ in range(3))
+    held = np.array([[4, 6], [5, 3]])  # at each place of each rank; 6 is what is written now
+
+    def attend(k_LBCKH, v_LBCKH):
+        cache = NextTokens([KeyValues(k_LBCKH, v_LBCKH)], jnp.int32(0), jnp.full(1, 6))
+        return cache.attend(None, *(jnp.asarray(x[:, 6].reshape(1, 1, 2, 4)) for x in (q, k, v)), 3)
+
+    caches = [
+        np.where(held[..., None, None] == 6, 0, x.transpose(1, 0, 2)[held]).reshape(1, 1, 4, 2, 4) for x in (k, v)
+    ]
+    split, mesh = PartitionSpec(None, None, "cp"), make_mesh(parse_mesh("cp=2"), DEVICES)
+    found = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=split, out_specs=PartitionSpec()))(*caches)
+    scores = np.einsum("kh,kth->kt", q[:, 6], k[:, 4:]) / 2
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(found[0, 0], np.einsum("kt,kth->kh", weights, v[:, 4:]), rtol=1e-5)

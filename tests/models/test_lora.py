@@ -20,7 +20,7 @@ from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import ModelFlags
-from jaxdist.parallel.low_rank import LowRank
+from jaxdist.parallel.low_rank import LowRank, merged
 from jaxdist.parallel.pipeline.split_backward import all_equations
 from jaxdist.parity import Observed, compare, observe, one_device, random_parameters, worst
 from jaxdist.placement import make_layout
@@ -65,6 +65,13 @@ def config_of(model: Model, mesh: str = "tp=1", precision: PrecisionConfig = F64
 # ---------------------------------------------------------------------------------------------------------------------
 # Gradients
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_adapters_are_added_to_the_matrix_of_their_own_layer(stacked):
+    shapes = ((3, 5, 4), (3, 5, 2), (3, 2, 4))
+    w, a, b = (np.random.default_rng(0).normal(size=shape[not stacked :]).astype(np.float32) for shape in shapes)
+    np.testing.assert_allclose(merged(w, a, b, 0.5, stacked=stacked), w + 0.5 * a @ b, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

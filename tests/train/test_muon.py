@@ -49,6 +49,15 @@ WAYS = {
 }
 
 
+def test_messages_are_of_padded_shares():
+    """Five matrices of 6 x 8, rows over two ranks: six go round and come back; or three copies do two each."""
+    rows = muon.Way((muon.ROWS,), None)
+    assert muon.messages((5, 3, 8), (1, 2, 1, 1), rows) == [("all_to_all", muon.ROWS, 2, 6 * 3 * 8)]
+    shared = [("all_to_all", muon.ROWS, 2, 6 * 3 * 8), ("all_gather", muon.COPIES, 1, 3 * 1 * 6 * 8)]
+    assert muon.messages((5, 3, 8), (1, 2, 1, 3), rows) == shared
+    assert muon.messages((5, 6, 8), (1, 1, 1, 3), muon.Way((), None)) == [("all_gather", muon.COPIES, 1, 3 * 2 * 6 * 8)]
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_every_matrix_is_orthogonalized_as_a_whole(name):
     shape, sides, spec, messages = WAYS[name]
