@@ -55,6 +55,7 @@ from .cli import ProcessFlags, run_program
 
 PROVED_BYTES = 2 * 10**9  # of fp32 parameters: a proof holds several times as much
 PROVED_TOKENS = 32  # of each sequence
+NOISE = 1e-3  # of the largest gradient of all: below, a leaf is measured by this
 TOLERANCE = 1e-3  # of the largest element of a leaf: what the rounding of fp32 makes of deep models is below it
 
 
@@ -108,12 +109,14 @@ def import_weights(flags: Hf, console: Console) -> int:
     checkpoints = Checkpoints(flags.out)
     if checkpoints.steps() or holds_run(checkpoints.folder):
         raise ConfigError(f"--out {flags.out}", "must not hold a checkpoint or a run yet", "Choose another folder")
-    proof = prove(flags, model, parallel, devices)
+    arrays = read_weights(flags.path, model, abstract(model, parallel, devices, dtypes))
+    if say_not_finite(arrays, console):
+        proof = Proof("not proved: what parameters that are not finite compute cannot be compared")
+    else:
+        proof = prove(flags, model, parallel, devices)
     if proof.failed:
         console.print(f"[bold red]not converted:[/] {escape(proof.text)}", soft_wrap=True)
         return 1
-    arrays = read_weights(flags.path, model, abstract(model, parallel, devices, dtypes))
-    say_not_finite(arrays, console)
     source = source_of(folder)
     about = {"config": {"model": to_dict(RunConfig(model, batch_size=1))["model"]}, SOURCE: asdict(source)}
     copy_companions(folder.path, checkpoints.folder)  # the checkpoint comes last: with it, the folder is whole
@@ -147,13 +150,15 @@ def export_weights(flags: Ours, console: Console) -> int:
     return 0
 
 
-def say_not_finite(arrays: dict[str, jax.Array], console: Console, dtype: str | None = None) -> None:
-    """Warn of parameters that are NaN or infinite, or become so in this dtype: they are converted all the same."""
+def say_not_finite(arrays: dict[str, jax.Array], console: Console, dtype: str | None = None) -> list[str]:
+    """Warn of parameters that are NaN or infinite, or become so in this dtype, and return their names: they are
+    converted all the same."""
     is_finite = jax.jit(lambda x: jax.numpy.isfinite(x.astype(dtype or x.dtype)).all())
     finite = fetch({name: is_finite(x) for name, x in arrays.items()})
     if bad := [name for name, good in finite.items() if not good]:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         console.print(f"[yellow]warning:[/] not finite: {', '.join(bad[:3])}{more}", soft_wrap=True)
+    return bad
 
 
 def placed_on(flags: ConvertFlags) -> tuple[ParallelConfig, Devices]:
@@ -213,6 +218,10 @@ def prove(flags: Hf, model: Model, parallel: ParallelConfig, devices: Devices) -
         return Proof(f"not proved: {size / 1e9:.1f} GB of parameters in fp32; --prove compares them all the same")
     from .oracles.huggingface import CausalLM
 
+    try:
+        theirs = CausalLM.load(flags.path, "float32")
+    except Exception as error:  # whatever transformers raises for a config.json that its classes refuse
+        return Proof(f"not proved: transformers does not read the folder ({reason_of(error)})")
     small = replace(model, seq_len=min(model.seq_len, PROVED_TOKENS))
     small = replace(small, dropout=0.0) if model.dropout else small
     config = RunConfig(small, parallel, OptimizerConfig(clip_norm=1e9), batch_size=2 * rows(parallel))
@@ -220,17 +229,18 @@ def prove(flags: Hf, model: Model, parallel: ParallelConfig, devices: Devices) -
     dtypes = {f"{PARAMS}.{name}": np.dtype(np.float32) for name, _ in named_params(declare(small))}
     arrays = read_weights(flags.path, small, abstract(small, parallel, devices, dtypes))
     whole = {name.removeprefix(f"{PARAMS}."): x for name, x in fetch(arrays).items()}
-    theirs = CausalLM.load(flags.path, "float32")
     logits = forward_logits(small, unflatten_dict(whole, sep="."), batch["inputs"], devices.devices[0])
     found = {"logits": gap(logits, theirs.logits(batch["inputs"]))}
     loss, gradients = theirs.gradients(batch)
     ours = observe(config, devices.devices, [batch], whole)
     found["loss"] = abs(ours.losses[0] - loss) / loss
     theirs_by_name = in_our_names(small, gradients)
+    # A gradient that is 0 but for rounding (a router of one choice, what is before a projection of zeros) is noise.
+    noise = NOISE * max(np.abs(gradient).max() for gradient in theirs_by_name.values())
     for name, gradient in theirs_by_name.items():
         # A key's bias shifts all scores of a query alike: its gradient is noise, and is measured by the query's.
         query = theirs_by_name[name.replace(".b_k[", ".b_q[")]
-        found[name] = gap(ours.gradients[0][name][: len(gradient)], gradient, np.abs(query).max())
+        found[name] = gap(ours.gradients[0][name][: len(gradient)], gradient, max(np.abs(query).max(), noise))
     worst = max(found, key=lambda name: math.inf if math.isnan(found[name]) else found[name])
     text = (
         f"logits, loss and {len(found) - 2} gradients compared with transformers on {batch['inputs'].size} tokens in "

@@ -137,6 +137,9 @@ def main(flags: GenerateFlags, console: Console) -> int:
         notes.print(f"[yellow]note:[/] --tokenizer {escape(flags.tokenizer)} is not the model's own", soft_wrap=True)
     if begin := weights.begin_of_text(tokenizer):
         notes.print(f"each prompt has {escape(' '.join(map(tokenizer.name, begin)))} before it", soft_wrap=True)
+    if plain := [name for name in tokenizer.special if any(name in text for text in texts)]:
+        said = f"{escape(', '.join(plain))} in a prompt is text here, and no special token"
+        notes.print(f"[yellow]note:[/] {said}", soft_wrap=True)
     sizes = [len(encode(tokenizer, text, weights)) for text in texts]
     longest, room = max(sizes), weights.model.seq_len
     if longest >= room:

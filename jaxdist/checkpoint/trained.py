@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint.checkpoints import FOLDER, BadCheckpoint, Checkpoints, Manifest, locate
 from jaxdist.checkpoint.logical import PARAMS, named, unnamed
+from jaxdist.checkpoint.safetensors import FILE
 from jaxdist.checkpoint.weights import (
     Source,
     copy_companions,
@@ -43,6 +44,7 @@ from jaxdist.values import fields_of
 
 SOURCE = "source"  # of what a checkpoint says of itself: the files of weights that its parameters came from
 GENERATION = "generation_config.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,10 @@ def _find(path: str, parameter: str, model: Model | None, keep: LoRA | None = No
             companions=folder.path,
             data={},
         )
+    for name in PICKLED:
+        if (Path(path) / name).exists():
+            required = f"must have its weights in {FILE}, and has {name}"
+            raise ConfigError(f"{parameter}={path!r}", required, "Save it with transformers' save_pretrained")
     checkpoints, manifest = locate(path, parameter)
     there = checkpointed_model(checkpoints, manifest, keep or model, trust)
     kept = {name: kind for name, kind in manifest.arrays.items() if name.startswith(f"{PARAMS}.")}

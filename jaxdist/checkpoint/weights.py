@@ -87,8 +87,8 @@ def source_from(found: dict) -> Source:
                 raise ValueError(f"{file!r} is not the name of a file of weights")
             size = safetensors.LENGTH_BYTES + len(text.encode()) + safetensors.data_bytes(text)
             safetensors.checked_header(Path(file), text, size)
-        for text in (source.config, source.index or "{}"):
-            if not isinstance(safetensors.parse(text), dict):
+        for found_here in (json.loads(source.config), safetensors.parse(source.index or "{}")):
+            if not isinstance(found_here, dict):
                 raise ValueError("a text is no object of JSON")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         reason = f"the files that it says its weights came from must be such as safetensors writes ({reason_of(error)})"
@@ -418,11 +418,13 @@ def config_text(model: Model, source: Source | None, dtype: str | None = None, k
     described = {"torch_dtype": safetensors.DTYPES[dtype or kept].name}
     if source is None:
         return _json(config_of(model) | described)
-    config = safetensors.parse(source.config)
+    config = json.loads(source.config)  # as `read_model` does: of a name that is there twice the last value counts
     there = model_from_config(config)
     changed = {}
     if isinstance(model, GPT2Config) and there.seq_len != model.seq_len:
         changed = {name: model.seq_len for name in ("n_positions", "n_ctx") if name == "n_positions" or name in config}
+    elif model.seq_len > there.seq_len:  # trained on longer sequences than its source
+        changed = {"max_position_embeddings": model.seq_len}
     if dtype is not None:
         known = [name for name in ("dtype", "torch_dtype") if name in config] or ["torch_dtype"]
         changed |= dict.fromkeys(known, safetensors.DTYPES[dtype].name)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxdist.data.tokenizer import Tokenizer
 
 CUT = "\ufffd"  # what a character is shown as while bytes of it are missing
-CONTEXT = 16  # tokens of the prompt that the first new ones are decoded with: a word's space may depend on them
+CONTEXT = 16  # tokens, at least, that new ones are decoded with: a word's space may depend on them
 
 
 class TextStream:
@@ -24,7 +24,8 @@ class TextStream:
         self.tokens: list[int] = []
         self.text, self.done = "", False
         self._certain = ""  # decoded, and of whole characters
-        self._context = list(prompt[-CONTEXT:])  # tokens before the end of that
+        # Tokens before the end of that, in parts of whole characters: one cut in two can spoil all of a run of bytes.
+        self._context = [self._whole_end(prompt)]
         self._waiting: list[int] = []  # and after it
 
     def add(self, token: int) -> str:
@@ -38,7 +39,9 @@ class TextStream:
         new = self._decoded()
         if new and not new.endswith(CUT):
             self._certain += new
-            self._context, self._waiting = (self._context + self._waiting)[-CONTEXT:], []
+            self._context, self._waiting = [*self._context, self._waiting], []
+            while sum(map(len, self._context[1:])) >= CONTEXT:
+                del self._context[0]
         whole = self._certain
         found = [at for at in map(whole.find, self.stop) if at >= 0]
         if found:
@@ -59,8 +62,19 @@ class TextStream:
         """What the waiting tokens add."""
         if not self._waiting:
             return ""
-        before = self.tokenizer.decode(np.asarray(self._context)) if self._context else ""
-        return self.tokenizer.decode(np.asarray(self._context + self._waiting))[len(before) :]
+        context = sum(self._context, [])
+        before = self.tokenizer.decode(np.asarray(context)) if context else ""
+        whole = self.tokenizer.decode(np.asarray(context + self._waiting))
+        # Bytes that are no character may spoil those before them too, which have been shown.
+        return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(np.asarray(self._waiting))
+
+    def _whole_end(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of it, at least CONTEXT, that do not begin within a character, which has up to 4 bytes."""
+        least = max(0, len(prompt) - CONTEXT)
+        starts = range(least, max(-1, least - 4), -1)
+        ends = [list(prompt[start:]) for start in starts]
+        whole = (end for end in ends if not self.tokenizer.decode(np.asarray(end, np.int64)).startswith(CUT))
+        return next(whole, ends[0])
 
     def _up_to(self, length: int) -> str:
         new = self._certain[len(self.text) : max(length, len(self.text))]

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -33,6 +34,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     begin_of_text: tuple[int, ...]  # put before every text
     end_of_document: int | None  # None where the tokenizer has no such token
+    special: list[str]  # names of special tokens, which are text where a text has them
     dtype: str  # the narrowest that holds every token
     identity: str  # equal where tokens mean the same
 
@@ -63,6 +65,7 @@ class ByteTokenizer:
     vocab_size, dtype, identity = 256, "uint8", "bytes"
     begin_of_text: tuple[int, ...] = ()
     end_of_document: int | None = 0
+    special: list[str] = []
 
     def to_bytes(self) -> bytes:
         return b""
@@ -109,15 +112,19 @@ class BPETokenizer:
         inner.no_truncation()
         inner.no_padding()
         ids = inner.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise ConfigError(asked, "must have a token", "Use another")
+        self._asked = asked
         self._names = {number: name for name, number in ids.items()}
-        before, after = _around(inner)
+        self.special = sorted(str(token) for token in inner.get_added_tokens_decoder().values() if token.special)
+        with _encoding(asked):
+            before, after = _around(inner)
         self.begin_of_text = before
         if end_of_document is not None and end_of_document not in ids:
-            special = sorted(str(token) for token in inner.get_added_tokens_decoder().values())
             raise ConfigError(
                 f"{asked} with end_of_document={end_of_document!r}",
                 "must be a token that the tokenizer has, since it joins the documents",
-                f"Name one that it has, such as {', '.join(special[:8]) or next(iter(ids), 'none')}",
+                f"Name one that it has, such as {', '.join(self.special[:8]) or next(iter(ids), 'none')}",
             )
         ends = [end_of_document, self._names.get(after[0]) if len(after) == 1 else None]
         ends += [_content(config.get("eos_token")), END_OF_DOCUMENT]
@@ -176,13 +183,16 @@ class BPETokenizer:
         return self._text.encode("utf-8")
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        with _encoding(self._asked):
+            encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
     def encode_with_stops(self, texts: list[str]) -> list[Encoded]:
+        with _encoding(self._asked):
+            encodings = self._inner.encode_batch(texts, add_special_tokens=False)
         return [
             Encoded(np.array(found.ids, self.dtype), np.array([stop for _, stop in found.offsets], np.int64))
-            for found in self._inner.encode_batch(texts, add_special_tokens=False)
+            for found in encodings
         ]
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -219,6 +229,15 @@ def _around(inner) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if inside:
             return tuple(found.ids[: inside[0]]), tuple(found.ids[inside[-1] + 1 :])
     return (), ()
+
+
+@contextmanager
+def _encoding(asked: str) -> Iterator[None]:
+    """Turn what the library raises of a text that its vocabulary lacks into a ConfigError."""
+    try:
+        yield
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(asked, f"must know every text ({error})", "Give it a token for what is unknown") from error
 
 
 def _content(token: Any) -> str | None:

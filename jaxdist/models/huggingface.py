@@ -74,8 +74,9 @@ def model_from_config(config: dict, where: str = CONFIG) -> Model:
     """
     fields = _Fields(config, where)
     model_type = fields.one_of("model_type", tuple(ARCHITECTURES))
-    for name in ("quantization_config", "auto_map"):
+    for name in ("quantization_config", "auto_map", "per_layer_config"):
         fields.one_of(name, (None,), None)
+    fields.one_of("is_causal", (True,), True)  # which transformers' masks obey in every family
     return _gpt2(fields) if model_type == "gpt2" else _decoder(fields, model_type)
 
 
@@ -125,6 +126,9 @@ def _gpt2(fields: _Fields) -> GPT2Config:
     rates = [fields.config.get(name, 0.1) for name in GPT2_DROPOUT]
     if any(type(rate) not in (int, float) or rate != rates[0] for rate in rates):
         raise fields.refuse(GPT2_DROPOUT[0], f"{', '.join(GPT2_DROPOUT)} must be one rate here", "Make them equal")
+    for name, alias in GPT2_ALIASES.items():
+        if fields.config.get(alias, fields.config.get(name)) != fields.config.get(name):
+            raise fields.refuse(alias, f"must be {name}, which it is another name of", "Leave one of them out")
     width = fields.size("n_embd")
     return GPT2Config(
         num_layers=fields.size("n_layer"),
@@ -137,6 +141,12 @@ def _gpt2(fields: _Fields) -> GPT2Config:
     )
 
 
+GPT2_ALIASES = {
+    "n_embd": "hidden_size",
+    "n_positions": "max_position_embeddings",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+}
 GPT2_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 GPT2_FLAGS = {
     "scale_attn_weights": True,
@@ -218,6 +228,9 @@ def _rope(fields: _Fields, default: float) -> tuple[float, tuple]:
             name, f"of the type {kind}, {sorted(unknown) or 'a part of a head'} cannot be computed here"
         )
     scaling = tuple(fields.number(part, of=rope) for part in ROPE_SCALING[kind])
+    outside = "original_max_position_embeddings"  # of which transformers takes the one outside
+    if kind == "llama3" and fields.config.get(outside, scaling[3]) != scaling[3]:
+        raise fields.refuse(outside, f"must be the {scaling[3]} of {name}", "Leave it out")
     if kind == "llama3" and not scaling[1] < scaling[2]:
         raise fields.refuse(name, "low_freq_factor must be below high_freq_factor", "Fix the file")
     theta = float(fields.number("rope_theta", fields.config.get("rope_theta", default), of=rope))
@@ -309,6 +322,8 @@ def config_of(model: Model) -> dict:
         "qwen2": windows,
         "qwen3": windows | {"attention_bias": model.attention_bias},
     }
+    if model.width % model.num_heads:  # which transformers' Llama refuses
+        del candidates["llama"]
     if model.num_experts:
         candidates, model = _mixture_candidates(model), _as_published(model)
     for model_type, more in candidates.items():

@@ -160,3 +160,22 @@ def test_prompt_and_answer_are_one_text(kind, tmp_path, capfd):
         # What is read is of the prompt alone, and all of the prompt's tokens but one that reaches into the answer.
         read = read.rstrip("\ufffd")
         assert prompt.startswith(read) and (part >= 0).any() and len(prompt) - len(read) < 6
+
+
+def test_a_stream_shows_a_long_run_of_characters_that_are_bytes():
+    """A context that began within one of them made all of the run undecodable."""
+    tokenizer, start = BPETokenizer(CACHED["spm"], "spm"), "語" * 7
+    [before], [tokens] = tokenizer.encode([start]), tokenizer.encode([start + "語ы" * 9 + " Hello"])
+    for prompt in ([], before.tolist()):
+        stream = TextStream(tokenizer, prompt=prompt)
+        shown = "".join(stream.add(int(token)) for token in tokens[len(prompt) :]) + stream.close()
+        assert tokenizer.decode(np.asarray(prompt, np.int64)) + shown == tokenizer.decode(tokens)
+
+
+def test_a_tokenizer_that_cannot_encode_every_text_is_refused_by_name():
+    words = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0}, unk_token="[UNK]"))
+    pieces = tokenizers.Tokenizer(tokenizers.models.Unigram([("a", -1.0)]))
+    empty = tokenizers.Tokenizer(tokenizers.models.BPE())
+    for inner in (words, pieces, empty):
+        with pytest.raises(ConfigError, match="mine"):
+            BPETokenizer(inner.to_str(), "mine").encode_with_stops(["b"])

@@ -263,6 +263,9 @@ def test_files_of_gpt_2_s_bare_body(huggingface, tmp_path):
         ("llama", {"attention_dropout": 0.1}, "attention_dropout: 0.1"),
         ("llama", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"is_causal": False}, "is_causal: false"),
+        ("qwen3", {"per_layer_config": {}}, "per_layer_config"),
+        ("llama", {"original_max_position_embeddings": 4}, "original_max_position_embeddings: 4"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": None}, "sliding_window: null"),
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
         ("qwen3-moe", {"mlp_only_layers": [4]}, "a list of layers below 4"),
@@ -272,6 +275,7 @@ def test_files_of_gpt_2_s_bare_body(huggingface, tmp_path):
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: true"),
         ("gpt2", {"activation_function": "relu"}, 'activation_function: "relu"'),
         ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop"),
+        ("gpt2", {"num_attention_heads": 2}, "num_attention_heads: 2"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_field_and_value(family, change, said):
@@ -300,6 +304,13 @@ def test_a_field_that_is_left_out_has_the_default_of_transformers(family, change
     sizes = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
     sizes |= {"max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"}
     assert refused - sizes <= {"model_type", "sliding_window"}
+
+
+def test_a_width_that_heads_do_not_divide_is_no_llama_s():
+    """Which transformers refuses to open."""
+    model = dataclasses.replace(model_from_config(FAMILIES["llama"]), num_heads=6, num_kv_heads=2, head_dim=16)
+    model = dataclasses.replace(model, width=50)
+    assert config_of(model)["model_type"] == "mistral" and model_from_config(config_of(model)) == model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
