@@ -121,8 +121,9 @@ def main(flags: EvaluateFlags, console: Console) -> int:
     if not math.isfinite(mean):
         console.print(f"[bold red]the loss is {mean}[/]: the weights or their activations are not finite")
         return 1
+    shown = f"{math.exp(mean):,.4f}" if mean < 700 else "above 1e304"  # e**710 is no float
     console.print(
-        f"perplexity [bold]{math.exp(mean):,.4f}[/]: {mean:.6f} nats a token over {tokens:,.0f} tokens; mesh {shape}",
+        f"perplexity [bold]{shown}[/]: {mean:.6f} nats a token over {tokens:,.0f} tokens; mesh {shape}",
         soft_wrap=True,
     )
     return 0

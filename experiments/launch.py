@@ -64,7 +64,7 @@ def main(flags: LaunchFlags, console: Console) -> int:
         for index in range(flags.processes):
             processes.append(start(flags, index, address))
             stack.callback(processes[-1].close)  # a second signal ends everything at once
-        readers = [pass_on(process, index) for index, process in enumerate(processes)]
+        readers = [pass_on(process, index, signals) for index, process in enumerate(processes)]
         code = wait(processes, signals, flags.bound)
         for reader in readers:
             reader.join()
@@ -92,10 +92,13 @@ def start(flags: LaunchFlags, index: int, address: str) -> Guarded:
     )
 
 
-def pass_on(process: Guarded, index: int) -> threading.Thread:
+def pass_on(process: Guarded, index: int, signals: Signals) -> threading.Thread:
     def copy():
-        for line in process.stdout:
-            print(f"[{index}] {line}", end="", flush=True)
+        for line in process.stdout:  # to its end, or the process would wait for a reader
+            try:
+                print(f"[{index}] {line}", end="", flush=True)
+            except BrokenPipeError:  # whoever read the output has had enough
+                signals.ask(signal.SIGTERM)
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()

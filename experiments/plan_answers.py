@@ -39,7 +39,18 @@ from jaxdist.plan.search import (
 from jaxdist.runtime.budget import short_money
 from jaxdist.strategy import ParallelConfig
 
-from .plan_question import MOST_DEVICES, Estimate, PlanFlags, Question, ask, batch_for, cluster_of_mesh, estimate
+from .plan_question import (
+    LAYOUT_FLAGS,
+    MOST_DEVICES,
+    PASSED_ON,
+    Estimate,
+    PlanFlags,
+    Question,
+    ask,
+    batch_for,
+    cluster_of_mesh,
+    estimate,
+)
 from .plan_report import BATCH_MARGIN, Plan, row_of
 from .progress import Progress
 
@@ -282,7 +293,8 @@ def ideal_hours(question: Question) -> float:
     """Hours of the run on one node, were all of it its products at the efficiency of large ones."""
     hardware, base = question.hardware, question.base
     flops = question.tokens * work_of(base.model).flops_per_token
-    rate = hardware.peak(base.precision.dtype) * question.efficiency.matmul * question.cluster(1).num_devices
+    dtype = question.efficiency.matmul_dtype or base.precision.dtype
+    rate = hardware.peak(dtype) * question.efficiency.matmul * question.cluster(1).num_devices
     return flops / rate / 3600
 
 
@@ -301,10 +313,13 @@ def fewest_nodes(question: Question) -> int:
 def with_nodes(flags: PlanFlags, question: Question, nodes: int, **changes) -> Option | None:
     """The same question of so many nodes, in a batch that they divide, with flags changed; None where nothing fits."""
     cluster = question.cluster(nodes)
-    size = changes.pop("batch_size", None if flags.batch_size is None else question.base.batch_size)
+    given = flags.batch_size is not None or flags.batch_sizes is not None
+    size = changes.pop("batch_size", question.base.batch_size if given else None)
     batch = size and batch_for(size, cluster.num_devices, nodes)
     same = {"tokens": question.tokens, "steps": None} if flags.steps is not None else {}
     flags = replace(flags, hardware=question.hardware.name, nodes=nodes, batch_size=batch, **(same | changes))
+    if question.fixed:  # a mesh that fills fewer nodes would name a whole layout
+        flags = replace(flags, **{name: getattr(PlanFlags, name) for name in (LAYOUT_FLAGS - PASSED_ON) | {"mesh"}})
     asked = replace(ask(flags), fixed=question.fixed)
     if batch != size:
         asked.notes.append(
@@ -348,7 +363,7 @@ def what_if(flags: PlanFlags, plan: Plan) -> Plan:
         except ConfigError as error:
             option, why = None, str(error)
         rows += [option.row | {"what if": name}] if option is not None else []
-        said += [f"What if {name}: {why}."] if option is None else []
+        said += [f"What if {name}: {why.removesuffix('.')}."] if option is None else []
     return replace(plan, tables={**plan.tables, "What if": rows}, sentences=[*plan.sentences, *said])
 
 

@@ -15,6 +15,7 @@ from .template import page as whole
 def page(record: dict) -> str:
     """The whole page, from the same record as the JSON."""
     model, best, rows = record["model"], record["rows"][0], record["rows"]
+    model = model.get("base", model)  # of adapters
     title = (
         f"{model['num_layers']} layers × {model['width']} on {record['nodes']} × "
         f"{record['devices'] // record['nodes']} {record['hardware'].upper()}"

@@ -400,6 +400,8 @@ def with_recipe(flags: PlanFlags, rate_known: bool) -> tuple[PlanFlags, float | 
         tokens = corpus.num_train * epochs
         count = billions(corpus.num_train)
         notes.append(f"--data: {corpus.about}; {count} tokens to train on, read {epochs:g} times.")
+        if corpus.num_train <= batch_tokens:
+            notes.append(f"--data has fewer tokens than a batch of {batch_tokens:,}: train refuses it.")
     if tokens is not None:
         steps = math.ceil(tokens / batch_tokens)
         if steps > MOST:
@@ -469,7 +471,8 @@ def cards_of(flags: PlanFlags) -> list[str]:
         listed, remedy = load_prices(flags.price_file), "Add it in your own price file"
         prices = None if flags.vendor is None else nearest(flags.vendor, listed, "vendor", remedy)
         table = load_hardware(flags.hardware_file)
-        names = [name for name in table if flags.dtype in table[name].peak_flops and (prices is None or name in prices)]
+        needed = {flags.dtype, flags.matmul_dtype or flags.dtype}
+        names = [n for n in table if needed <= table[n].peak_flops.keys() and (prices is None or n in prices)]
         if not names:
             raise ConfigError(asked, f"a card must have a price and a peak for {flags.dtype}", "Name one card")
     if len(names) > 1:

@@ -178,6 +178,11 @@ def prepare_into(
     console.print(f"each document has {escape(before)} before it and {escape(after)} after it", soft_wrap=True)
     shards = write_shards(root, out, units, tokenizer, journal, console)
 
+    train, held_out = (sum(shard.num_tokens for shard in shards[split]) for split in SPLITS)
+    if min(train, held_out) < 2:
+        said = f"{train:,} + {held_out:,} held-out tokens"
+        raise ConfigError(said, "each must be 2 or more, a token and its target", "Give more text")
+
     # ---- the manifest makes it whole ----
     text = tokenizer.to_bytes()
     manifest = Manifest(
@@ -192,7 +197,6 @@ def prepare_into(
     )
     write_whole(out / MANIFEST, manifest.to_json().encode())
     (out / JOURNAL).unlink()
-    train, held_out = (sum(shard.num_tokens for shard in shards[split]) for split in SPLITS)
     console.print(
         f"[bold]done[/]: {train:,} + {held_out:,} held-out tokens of {manifest.num_documents:,} documents; train with\n"
         f"  --data {escape(str(out))} --vocab-size {manifest.vocab_size}",

@@ -347,11 +347,14 @@ def _every(count: int | None, step: int) -> bool:
 
 def go_back(run: Run, start: resume.Start, back: RollBack) -> resume.Start:
     """The newest checkpoint, with the batches since then left out. Raises: Stopped where that was done too often."""
-    run.checkpoints.wait()
+    try:
+        run.checkpoints.wait()
+    except SaveFailed as error:
+        run.not_saved(error)
     again, before = run.start_from(run.find_checkpoint()), start.progress
     count = max(before.roll_backs, again.progress.roll_backs) + 1
     if count > MAX_ROLL_BACKS:
-        raise Stopped(again.step, f"{back.reason}; rolled back {MAX_ROLL_BACKS} times already", 1)
+        raise Stopped(again.step, f"{back.reason}; rolled back {MAX_ROLL_BACKS} times already", 1, run.newest())
     skipped = back.next_batch - again.progress.batch
     run.say(f"[bold red]rolled back[/] to step {again.step}:", f"{back.reason}; {skipped} batches are left out")
     run.files.go_back(again.step)

@@ -35,7 +35,7 @@ from jaxdist.models.base import declare
 from jaxdist.models.registry import is_path
 from jaxdist.parallel.pipeline.simulate import in_flight, simulate
 from jaxdist.params import named_params
-from jaxdist.runtime import processes
+from jaxdist.runtime import processes, profile
 from jaxdist.runtime.budget import JobBudget, begin_job, find_ceiling, find_log, is_asked_for
 from jaxdist.runtime.devices import Devices, acquire_devices, keep_tuning, refused_option
 from jaxdist.runtime.fault_injection import Fault, parse_fault
@@ -206,7 +206,11 @@ def check_run(flags: TrainFlags, console: Console) -> Run:
     sizes = corpus, config.batch_size, config.model.seq_len
     batches = Batches(*sizes, config.seed, config.mask_documents)
     held_out = held_out_batches(*sizes, flags.eval_windows, config.mask_documents)
-    fault = parse_fault(flags.drill, config.parallel.mesh.num_devices, config.steps)
+    fault = parse_fault(flags.drill, config.parallel.mesh.num_devices, config.steps, processes.count())
+    if fault and fault.kind == "full":
+        every = flags.checkpoint_every or config.steps
+        if out is None or (fault.step % every and fault.step != config.steps):
+            raise ConfigError(f"drill={flags.drill!r}", "its step must be one that is saved", "Use --checkpoint-every")
     poison = fault.poison() if fault else None
     program = build_program(config, make_mesh(config.parallel.mesh, devices.devices), poison=poison)
     attention = {"--attention, as it compiles": program.model.ctx.attention}
@@ -216,6 +220,7 @@ def check_run(flags: TrainFlags, console: Console) -> Run:
     data = {"source": corpus.about, "fingerprint": corpus.fingerprint()}
     data |= {"tokenizer": tokens.tokenizer, "end_of_document": tokens.end_of_document}
     data |= {"begin_of_text": None if tokens.begin_of_text is None else list(tokens.begin_of_text)}
+    data |= {"eval_windows": flags.eval_windows}
     shown = f"{corpus.about} (SHA-256 {data['fingerprint'][:12]}...)"
     processes.require_agreement("data", {"--data": processes.Shown(data["fingerprint"], shown)}, seconds=600)
     return Run(flags, console, config, devices, options, out, corpus, batches, held_out, fault, program, data)
@@ -267,16 +272,21 @@ def take_folder(run: Run, stack: ExitStack) -> bool:
         if is_folder_of_weights(run.out) or made_in(run.out):
             reason = "must not hold weights, whose config.json the run's would replace"
             raise ConfigError(f"out={str(run.out)!r}", reason, "Choose another folder")
-        if run.flags.fresh:
-            resume.clear(run.out, run.flags.overwrite)
-        if holds_run(run.out):
+        if run.flags.fresh:  # removed once nothing is left to refuse
+            resume.require_clearable(run.out, run.flags.overwrite)
+        elif holds_run(run.out):
             resume.require_own_folder(run.out, run.config, run.compiled, run.warn)
             done = is_complete(run.out)
     return processes.from_first("done", "yes" if done else "") == "yes"
 
 
-def say_unread(run: Run) -> None:
-    """Where a run goes on from its own checkpoint, what it would otherwise have begun from is not looked at."""
+def say_unread(run: Run, done: int) -> None:
+    """What is not looked at where a run goes on from its own checkpoint of step `done`."""
+    profiled = run.flags.profile and profile.Window.parse(run.flags.profile).first
+    drilled = run.fault and run.fault.kind != "slow" and run.fault.step
+    for name, first in (("profile", profiled), ("drill", drilled)):
+        if first and first <= done:
+            run.note(f"--{name} does nothing: its step {first} was done before, and the run goes on after step {done}")
     for name in ("restore", "weights"):
         if (given := getattr(run.flags, name)) is not None:
             run.note(f"--{name} {shlex.quote(given)} is not read: {run.out} already holds this run")
@@ -287,12 +297,12 @@ def open_run(run: Run, stack: ExitStack, now: Callable[[], float]) -> Manifest |
     flags, out, own = run.flags, run.out, None
     if out is not None:
         run.checkpoints = Checkpoints(out / resume.FOLDER, flags.keep_last, flags.keep_every, warn=run.warn)
-        own = run.find_checkpoint()
+        own = None if flags.fresh else run.find_checkpoint()
     if own is None:
         find_beginning(run)
     else:
         run.source = own.about.get(SOURCE)
-        say_unread(run)
+        say_unread(run, own.step)
 
     def heard(name: str) -> None:
         saved = "; the run is saved first" if run.checkpoints else ""
@@ -306,6 +316,10 @@ def open_run(run: Run, stack: ExitStack, now: Callable[[], float]) -> Manifest |
     stacks = None if out is None else str(out / f"stacks.{jax.process_index()}.txt")
     run.watchdog = stack.enter_context(Watchdog(flags.stuck_after, stacks))
     run.budget = stack.enter_context(job_budget(run, now))
+    if out is not None and flags.fresh:
+        if processes.is_first():
+            resume.clear(out, flags.overwrite)
+        processes.from_first("cleared", "yes")  # before any process makes a file there
     about = {"data": run.corpus.about, "devices": run.devices.description, **run.compiled}
     about |= {"simulated": run.devices.simulated, "versions": versions()}
     about |= {} if flags.weights is None else {"weights": flags.weights}
@@ -326,11 +340,13 @@ def find_beginning(run: Run) -> None:
     asked = "no data given" if flags.data is None else f"data={flags.data!r}"
     if flags.restore is not None:
         checkpoints, manifest = run.other = resume.find_other(flags.restore, run.config)
+        require_kept(run, "restore", checkpoints.folder)
         run.source = manifest.about.get(SOURCE)
         run.note(require_same_tokens(asked, companions_of(checkpoints), manifest.table("data"), tokens))
         run.note(resume.rate_note(manifest, run.config))
     elif flags.weights is not None:
         run.weights = weights = find_weights(flags.weights, "weights", run.config.model, run.config.seed)
+        require_kept(run, "weights", weights.companions)
         run.source = weights.source
         run.note(require_same_tokens(asked, weights.companions, weights.data, tokens))
         ours, theirs = run.config.precision.dtype, weights.dtype
@@ -341,21 +357,29 @@ def find_beginning(run: Run) -> None:
         run.note(found.about if found.same is False else "")
 
 
+def require_kept(run: Run, name: str, folder: Path) -> None:
+    """Raises: ConfigError where --fresh would remove what the run is to begin from."""
+    if run.flags.fresh and run.out is not None and run.out.resolve() in (folder.resolve(), *folder.resolve().parents):
+        given = getattr(run.flags, name)
+        reason = f"must lie outside of out={str(run.out)!r}, whose run --fresh removes"
+        raise ConfigError(f"{name}={given!r} with fresh=True", reason, "Choose another folder for the new run")
+
+
 def write_beside(run: Run, folder: Path) -> None:
     """Write every setting where --config reads it, and what text that the run generates is read with."""
     try:
         text = config_file.settings_text("train", run.flags, run.config)
         write_whole(folder / config_file.NAME, text.encode())
+        if run.weights:
+            copy_companions(run.weights.companions, folder)
+        elif run.other is not None:
+            copy_companions(companions_of(run.other[0]), folder)
+        if (tokenizer := run.corpus.tokens_of.tokenizer_file) is not None:
+            write_whole(folder / tokenizer.name, tokenizer.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"--out {folder}", f"it cannot be written ({error.strerror})", "Name another folder"
         ) from error
-    if run.weights:
-        copy_companions(run.weights.companions, folder)
-    elif run.other is not None:
-        copy_companions(companions_of(run.other[0]), folder)
-    if (tokenizer := run.corpus.tokens_of.tokenizer_file) is not None:
-        write_whole(folder / tokenizer.name, tokenizer.read_bytes())
 
 
 def job_budget(run: Run, now: Callable[[], float]) -> JobBudget | nullcontext:

@@ -80,7 +80,8 @@ def main(flags: BenchFlags, console: Console) -> int:
     for name in ("depths", "gigabytes", "message_bytes"):
         if not getattr(flags, name):
             raise ConfigError(flag_word(name, None), "must have at least one number", "Leave it out")
-    config = flags.run_config()
+    # Collectives run on a mesh without a model, which it need not divide.
+    config = (dataclasses.replace(flags, mesh="") if flags.which == "collectives" else flags).run_config()
     if flags.which not in ANY_MODEL:
         require_formulas("bench", config.model)
     set_precision(config)

@@ -308,7 +308,7 @@ def locate(path: str, parameter: str) -> tuple[Checkpoints, Manifest]:
     Raises: ConfigError, which calls the path `parameter`.
     """
     folder, _, step = path.rpartition(":")
-    if not folder or not step.isdigit():
+    if not folder or not step.isdigit() or Path(path).is_dir():  # a folder may be called 15:04:22
         folder, step = path, ""
     there = Path(folder)
     checkpoints = Checkpoints(there / FOLDER if (there / FOLDER).is_dir() else there)

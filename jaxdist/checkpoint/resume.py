@@ -110,6 +110,9 @@ def find(
             f"must hold a run on the same data: its run reads {there.get('source')}, and this one {data['source']}",
             "Give the same data, or start another run with restore",
         )
+    before, here = there.get("eval_windows"), data.get("eval_windows")
+    if before not in (None, here):
+        warn(f"held-out losses up to step {manifest.step} are of {before} windows, and from there on of {here}")
     return manifest
 
 
@@ -183,17 +186,21 @@ def require_rows(asked: str, rows) -> int:
     return rows
 
 
-def clear(out: Path, overwrite: bool) -> None:
-    """Remove the run in a folder, and no file of others. Raises: ConfigError where there is one and `overwrite` does
-    not say so."""
-    if not holds_run(out) and not made_in(out / FOLDER):
-        return
-    if not overwrite:
+def require_clearable(out: Path, overwrite: bool) -> None:
+    """Raises: ConfigError where there is a run in a folder and `overwrite` does not say that it may go."""
+    if (holds_run(out) or made_in(out / FOLDER)) and not overwrite:
         raise ConfigError(
             f"fresh=True with out={str(out)!r}",
             "the folder must not hold a run yet, and it does",
             "Choose another folder, or add overwrite=True",
         )
+
+
+def clear(out: Path, overwrite: bool) -> None:
+    """Remove the run in a folder, and no file of others. Raises: as `require_clearable`."""
+    require_clearable(out, overwrite)
+    if not holds_run(out) and not made_in(out / FOLDER):
+        return
     try:
         for path in (*made_in(out / FOLDER), *(out / PROCESSES).glob("[0-9]*.jsonl")):
             remove(path)

@@ -62,7 +62,7 @@ class TextStream:
         """What the waiting tokens add."""
         if not self._waiting:
             return ""
-        context = sum(self._context, [])
+        context = [token for part in self._context for token in part]
         before = self.tokenizer.decode(np.asarray(context)) if context else ""
         whole = self.tokenizer.decode(np.asarray(context + self._waiting))
         # Bytes that are no character may spoil those before them too, which have been shown.

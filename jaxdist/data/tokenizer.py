@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     begin_of_text: tuple[int, ...]  # put before every text
     end_of_document: int | None  # None where the tokenizer has no such token
-    special: list[str]  # names of special tokens, which are text where a text has them
+    special: tuple[str, ...]  # names of special tokens, which are text where a text has them
     dtype: str  # the narrowest that holds every token
     identity: str  # equal where tokens mean the same
 
@@ -65,7 +65,7 @@ class ByteTokenizer:
     vocab_size, dtype, identity = 256, "uint8", "bytes"
     begin_of_text: tuple[int, ...] = ()
     end_of_document: int | None = 0
-    special: list[str] = []
+    special: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
         return b""
@@ -116,7 +116,8 @@ class BPETokenizer:
             raise ConfigError(asked, "must have a token", "Use another")
         self._asked = asked
         self._names = {number: name for name, number in ids.items()}
-        self.special = sorted(str(token) for token in inner.get_added_tokens_decoder().values() if token.special)
+        added = inner.get_added_tokens_decoder().values()
+        self.special = tuple(sorted(str(token) for token in added if token.special))
         with _encoding(asked):
             before, after = _around(inner)
         self.begin_of_text = before

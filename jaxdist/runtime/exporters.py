@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxdist.commands import install_text
 from jaxdist.errors import ConfigError
@@ -49,7 +49,7 @@ def _listen(port: int, host: str, registry):
         return client.start_http_server(port_here, addr=host, registry=registry)[0]
     except (OSError, OverflowError) as error:
         reason = f"this process cannot listen on {host}:{port_here} ({error})"
-        raise ConfigError(f"--metrics-port {port}", reason, "Use another port") from error
+        raise ConfigError(f"--metrics-port {port}", reason, "Use another port, or another --metrics-host") from error
 
 
 class Prometheus:
@@ -101,7 +101,8 @@ class Prometheus:
             named = zip(expert_load.NAMES, texts, strict=True)
             self._experts = {name: metric("Gauge", f"{name}_ratio", text) for name, text in named}
         self._server = _listen(port, host, self._registry)
-        self.address = f"http://{host}:{port + processes.index()}/metrics"
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"http://{shown}:{port + processes.index()}/metrics"
 
     def write(self, record: Mapping, memory: Sequence[DeviceMemory], gpus: Sequence[GPU]) -> None:
         self._steps.inc()
@@ -143,14 +144,18 @@ class TensorBoard:
     """Event files of the whole run in a folder, written by the first process."""
 
     def __init__(self, folder: Path):
-        self._writer = require_package("tensorboardX", "--tensorboard").SummaryWriter(str(folder))
+        self._package, self._folder = require_package("tensorboardX", "--tensorboard"), folder
+        self._writer: Any = None
 
     def write(self, record: Mapping, memory: Sequence[DeviceMemory], gpus: Sequence[GPU]) -> None:
+        if self._writer is None:  # steps that come again, after a crash or a roll-back, replace what was written
+            self._writer = self._package.SummaryWriter(str(self._folder), purge_step=record["step"])
         for name, value in scalars(record, memory, gpus).items():
             self._writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WeightsAndBiases:

@@ -117,7 +117,7 @@ class Fault:
         return jax.tree.unflatten(jax.tree.structure(tree), [first, *others])
 
 
-def parse_fault(drill: str | None, num_ranks: int, num_steps: int = MOST) -> Fault | None:
+def parse_fault(drill: str | None, num_ranks: int, num_steps: int = MOST, num_processes: int = MOST) -> Fault | None:
     """`"nan:step=5,rank=3,leaf=tokens"` -> Fault. Raises: ConfigError."""
     if drill is None:
         return None
@@ -142,6 +142,8 @@ def parse_fault(drill: str | None, num_ranks: int, num_steps: int = MOST) -> Fau
     fault = Fault(kind, leaf=found.get("leaf", ""), **{key: int(value) for key, value in numbers.items()})
     if fault.rank >= num_ranks:
         raise ConfigError(f"drill={drill!r}", f"its rank must be 0 to {num_ranks - 1}", "Name one of them")
+    if fault.process >= num_processes:
+        raise ConfigError(f"drill={drill!r}", f"its process must be 0 to {num_processes - 1}", "Name one of them")
     if not 1 <= fault.step <= num_steps:
         raise ConfigError(f"drill={drill!r}", f"its step must be 1 to {num_steps:,}", "Name one of them")
     return fault

@@ -120,6 +120,24 @@ def test_fresh_removes_the_run_behind_a_link_and_nothing_of_others(train, tmp_pa
     assert not (run / "tokenizer.json").exists()
 
 
+def test_a_run_is_removed_when_nothing_is_left_to_refuse(train, tmp_path):
+    """It may be what the new one was to begin from."""
+    run = tmp_path / "2026-11-28T15:04:22"  # whose end is no step
+    assert train("--steps 2 --out OUT/2026-11-28T15:04:22")[0] == 0
+    again = "--steps 4 --out OUT/2026-11-28T15:04:22 --fresh --overwrite"
+    for begun, said in (("OUT/2026-11-28T15:04:22", "must lie outside"), ("OUT/nowhere", "holds no committed one")):
+        code, _, err = train(f"{again} --restore {begun}")
+        assert code == 2 and said in err and (run / "checkpoints/step_00000002").is_dir()
+    assert train("--steps 4 --out OUT/next --restore OUT/2026-11-28T15:04:22")[0] == 0
+
+
+def test_what_does_nothing_in_a_run_that_goes_on_is_said(train):
+    assert train("--steps 4 --out OUT/run --checkpoint-every 2 --drill term:step=3")[0] == 143
+    code, out, err = train("--steps 4 --out OUT/run --checkpoint-every 2 --profile 2:3 --eval-windows 1")
+    assert code == 0 and "--profile does nothing: its step 2 was done before" in " ".join(out.split())
+    assert "up to step 3 are of 8 windows, and from there on of 1" in " ".join((out + err).split())
+
+
 def test_a_run_takes_along_what_its_weights_came_with(train, tmp_path):
     assert train("--steps 1 --out OUT/other")[0] == 0
     (tmp_path / "other" / "generation_config.json").write_text('{"eos_token_id": 7}')
@@ -172,7 +190,8 @@ def test_a_gradient_that_is_not_finite(train, tmp_path, policy):
         assert seen == [(step, step - 1) for step in range(1, 9)]
         assert metrics(tmp_path / "run")[4]["grad_norm"] is None
     else:  # the drill strikes step 5 again, with another batch, until the run has had enough
-        assert code == 1 and out.count("rolled back to step 3") == 5 and "rolled back 5 times already" in out
+        assert code == 1 and out.count("rolled back to step 3") == 5
+        assert "rolled back 5 times already; the newest checkpoint is of step 3" in out
 
 
 class Heard(Listener):
@@ -379,6 +398,9 @@ def test_a_run_that_is_stopped_saves_no_copies_that_differ(train, tmp_path, monk
         ("--restore OUT/nowhere", "it holds no committed one"),
         ("--drill rot:step=1", "--drill rot:step=1"),
         ("--steps 4 --drill nan:step=5", "--drill nan:step=5"),
+        ("--steps 4 --drill die:step=3,process=5", "its process must be 0 to 0"),
+        ("--steps 4 --drill full:step=4", "must be one that is saved"),
+        ("--steps 4 --out OUT/run --checkpoint-every 2 --drill full:step=3", "must be one that is saved"),
         ("--metrics-host 0.0.0.0", "--metrics-host without --metrics-port"),
         ("--coordinator 127.0.0.1:1 --num-processes 2 --process-id 5", "numbered from 0"),
     ],

@@ -117,6 +117,7 @@ BAD = [
     (["peers", "--mesh", "dp=2"], "has no use for it"),
     (["collectives", "--mesh", "dp=2,tp=2"], "one axis"),
     (["collectives", "--zero", "3"], "has no use for it"),
+    (["collectives", "--mesh", "dp=3", "--message-bytes", "35"], "must be at least 36"),
     (["compile", "--json", "/nowhere/x.json"], "--json"),
 ]
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 import tyro
@@ -13,6 +14,9 @@ import experiments.plan
 import experiments.plan_question
 import experiments.train
 from experiments.cli import flags_of
+from experiments.plan_answers import ideal_hours
+from experiments.plan_page import page
+from experiments.plan_question import PlanFlags, ask, cards_of
 from experiments.train import TrainFlags
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.mesh import MeshShape
@@ -151,6 +155,15 @@ def test_several_cards_are_compared_by_price(capsys, tmp_path):
     assert found["hardware"] == min(dollars, key=dollars.get) == rows[0]["card"]
 
 
+def test_cards_are_compared_in_the_dtype_of_their_products():
+    """With a lower peak a card would look dearer than it is, and would not be searched."""
+    flags = PlanFlags(model="7b", hardware="h200", tokens=1e9)
+    eight = replace(flags, matmul_dtype="float8")
+    assert ideal_hours(ask(eight)) == pytest.approx(ideal_hours(ask(flags)) * 989 / 1979)
+    cards = cards_of(replace(eight, hardware="any"))
+    assert "h100" in cards and "a100-80" not in cards
+
+
 def test_what_if_asks_the_questions_beside_it(capsys, tmp_path):
     args = ["--model", "gpt2-124m", "--global-batch", "64", "--nodes", "2", "--devices-per-node", "4"]
     found = recorded(capsys, tmp_path, *args, "--what-if")
@@ -162,6 +175,9 @@ def test_what_if_asks_the_questions_beside_it(capsys, tmp_path):
     assert rows["twice the batch"]["step_seconds"] == alone["step_seconds"]
     found = recorded(capsys, tmp_path, *args, "--max-gib", "60", "--what-if")
     assert {row["card"] for row in found["tables"]["What if"]} == {"h100", "h200"}
+    found = recorded(capsys, tmp_path, *args, "--mesh", "tp=4", "--what-if")  # which fills the smaller cluster
+    rows = {row["what if"]: row for row in found["tables"]["What if"]}
+    assert "tp=4" in rows["a node fewer"]["mesh"] and rows["a node fewer"]["batch_size"] == 64
 
 
 def test_what_is_said_to_fit_in_place_of_a_layout_does(capsys, tmp_path):
@@ -557,12 +573,15 @@ def test_uneven_stages_are_planned_as_they_are(capsys, tmp_path):
 def test_the_page_is_whole_and_loads_nothing(capsys, tmp_path):
     path = tmp_path / "plan.html"
     args = ["--model", "7b", "--hardware", "h100", "--nodes", "2", "--global-batch", "32", "--top", "4"]
-    code, _, _ = plan(capsys, *args, "--html", path)
+    json_of = tmp_path / "plan.json"
+    code, _, _ = plan(capsys, *args, "--html", path, "--json", json_of)
     text = path.read_text()
     assert code == 0
     assert not {"src", "href", "srcset"} & {name for name, _ in Page(text).attributes}
     assert "http" not in text and "@import" not in text and "url(" not in text
     assert text.count("<svg") == 3 and "prefers-color-scheme: dark" in text
+    found = json.loads(json_of.read_text())
+    assert page(found) == page(found | {"model": {"base": found["model"]}}), "of adapters"
     for said in ("activations", "capacity 80 GiB", "matmuls", "±", "python -m experiments.train", "h100-published"):
         assert said in text
     assert not re.search(r"\bnan\b", text)

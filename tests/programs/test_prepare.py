@@ -454,6 +454,11 @@ def test_folders_with_something_in_them_are_left_alone(text, bpe, tmp_path):
     refused("empty folder", data=str(text), out=str(tmp_path), tokenizer="bytes")
 
 
+def test_text_too_short_to_train_on_is_refused(tmp_path):
+    (tmp_path / "few.jsonl").write_text('\n\n{"text": "a"}\n\n')
+    refused("held-out tokens", data=str(tmp_path / "few.jsonl"), out=str(tmp_path / "out"), tokenizer="bytes")
+
+
 def test_text_that_is_not_utf8_is_named_with_its_offset(tmp_path, small):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(b"line\n" * 400 + b"\xff" + b"\nline" * 400)

@@ -9,6 +9,7 @@ import time
 import urllib.parse
 import urllib.request
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from support.launched import LAUNCHER_VARIABLES, ROOT, as_processes
@@ -200,3 +201,18 @@ def test_event_files_of_tensorboard(tmp_path):
     text = path.read_bytes()
     for name in exporters.scalars(record(1, held_out_loss=4.5), MEMORY, [CARD]):
         assert name.encode() in text
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):  # on which a run goes on without
+        exporters.TensorBoard(tmp_path / "file").write(record(1), MEMORY, [CARD])
+
+
+def test_event_files_of_a_run_that_goes_back_replace_the_steps_that_come_again(tmp_path, monkeypatch):
+    tensorboard = pytest.importorskip("tensorboardX", reason="pip install -e '.[metrics]'")
+    made = []
+    monkeypatch.setattr(tensorboard, "SummaryWriter", lambda folder, purge_step: made.append(purge_step) or mock.Mock())
+    for first in (1, 4):
+        writer = exporters.TensorBoard(tmp_path)
+        for step in range(first, 7):
+            writer.write(record(step), MEMORY, [CARD])
+        writer.close()
+    assert made == [1, 4]
