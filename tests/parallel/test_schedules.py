@@ -278,6 +278,17 @@ def test_actions_wait_for_what_they_read():
     assert split.inputs(0, b) == [(0, f), (1, b)]
 
 
+def test_a_layer_more_goes_to_the_later_of_the_middle_parts():
+    assert [divide_layers(n, 4) for n in (4, 5, 6, 7, 8)] == [
+        (1, 1, 1, 1),
+        (1, 1, 2, 1),
+        (1, 2, 2, 1),
+        (1, 2, 2, 2),
+        (2, 2, 2, 2),
+    ]
+    assert divide_layers(5, 3, last=2.0) == (2, 2, 1)
+
+
 def test_embedding_and_head_run_on_the_stages_of_the_first_and_last_part():
     for name, head in (("1f1b", 1), ("interleaved", 1), ("zb-v", 0)):
         schedule = make_schedule(name, 2, 4)

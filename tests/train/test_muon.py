@@ -58,6 +58,22 @@ def test_messages_are_of_padded_shares():
     assert muon.messages((5, 6, 8), (1, 1, 1, 3), muon.Way((), None)) == [("all_gather", muon.COPIES, 1, 3 * 2 * 6 * 8)]
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_momentum_is_that_of_its_step(nesterov):
+    """By hand: 0.5, then 0.8; b <- m b + (1 - m) g, and with Nesterov's g as well. What follows is the same."""
+    schedule, matrix = (lambda step: jnp.where(step < 1, 0.5, 0.8)), {"w": muon.Matrix((4, 6), ("in", "out"), ())}
+    optimizer = muon.scale_by_muon(matrix, momentum=schedule, nesterov=nesterov)
+    g = [np.random.default_rng(seed).normal(size=(4, 6)).astype(np.float32) for seed in (0, 1)]
+    state, b = optimizer.init({"w": g[0]}), 0
+    for step, m in enumerate((0.5, 0.8)):
+        found, state = optimizer.update({"w": g[step]}, state, step=jnp.float32(step))
+        b = m * b + (1 - m) * g[step]
+        direction = m * b + (1 - m) * g[step] if nesterov else b
+        plain = muon.scale_by_muon(matrix, momentum=0.0, nesterov=False)
+        wanted, _ = plain.update({"w": direction}, plain.init({"w": direction}))
+        np.testing.assert_allclose(found["w"], wanted["w"], atol=2e-6)
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_every_matrix_is_orthogonalized_as_a_whole(name):
     shape, sides, spec, messages = WAYS[name]

@@ -142,6 +142,16 @@ PROMISED = {
 }
 
 
+def test_a_model_is_told_how_its_run_is_divided():
+    how = {"sp": True, "tp_ring": "one-way", "remat": "selective", "loss_chunks": 2, "attention": "xla"}
+    config = RunConfig(PRESETS["proof"], ParallelConfig(parse_mesh("dp=2,cp=2,tp=2"), **how), batch_size=16)
+    ctx = build_program(config, make_abstract_mesh(config.parallel.mesh)).model.ctx
+    assert (ctx.sp, ctx.ring, ctx.split, ctx.attention) == (True, "one-way", config.parallel.split, "xla")
+    assert (ctx.selective, ctx.loss_chunks, ctx.on_gpu, ctx.draws_choices) == (True, 2, False, False)
+    key = jax.random.key(0)
+    assert (dataclasses.replace(ctx, key=key).at(3).key == jax.random.fold_in(key, 3)) and ctx.at(3).key is None
+
+
 @pytest.mark.parametrize("name", PROMISED)
 def test_exactly_the_promised_collectives(name):
     assert summary(collectives(name)) == PROMISED[name]

@@ -74,5 +74,4 @@ def scan_blocks(model: ShardedModel, layers: ShardedParams, x: jax.Array, batch:
 
 
 def evaluate(model: ShardedModel, params: dict, batch: Batch) -> jax.Array:
-    params = model.cast(params)
     return summed_loss(model, model.params.hold_outer(params), model.params.hold_layers(params), batch, None)
