@@ -177,6 +177,19 @@ def test_a_mesh_equals_every_expert_on_every_token(mixture, layout):
     assert_equals_oracle(MIXTURES[mixture], config_of(MIXTURES[mixture], mesh, **parallel))
 
 
+def test_the_balance_loss_of_a_router_is_that_of_the_formula():
+    """The sum over sequences of T sum_e f_e P_e (DeepSeek-V3, equations 17 to 20); scores need not add up to 1."""
+    router, rng = Router(nnx.Rngs(0), 3, dataclasses.replace(SMALL, router_score="sigmoid")), np.random.default_rng(0)
+    scores_BTE, wanted = rng.random((2, 5, 8)).astype(np.float32), 0.0
+    expert_BTK = np.argsort(-scores_BTE, axis=-1)[..., :2]
+    for scores_TE, expert_TK in zip(scores_BTE, expert_BTK, strict=True):
+        f_E = 8 / (2 * 5) * np.bincount(expert_TK.ravel(), minlength=8)
+        p_E = (scores_TE / scores_TE.sum(-1, keepdims=True)).mean(0)
+        wanted += 5 * (f_E * p_E).sum()
+    found = router.balance(jnp.asarray(scores_BTE), jnp.asarray(expert_BTK), Context())
+    assert float(found) == pytest.approx(wanted, rel=1e-6)
+
+
 @pytest.mark.parametrize(("mesh", "packed"), in_sample([("", True), ("dp=2,cp=2,ep=2", False)], [("", True)]))
 def test_a_balance_loss_is_as_strong_as_its_factor_whatever_is_masked(mesh, packed):
     """What it adds to the gradients, with 1, 1/2, 1/8 and 1/32 of the positions targets, in micro-batches."""
