@@ -345,7 +345,9 @@ def test_kinds_repeat_as_shortly_as_they_can():
     assert kinds(layer_types=None, max_window_layers=3) == ("full", "full", "full", "sliding")
     assert kinds(layer_types=None, max_window_layers=0) == ("sliding",)
     experts = {name: x for name, x in FAMILIES["qwen3-moe"].items() if name != "decoder_sparse_step"}
-    assert model_from_config(experts | {"mlp_only_layers": []}).kinds == ("full",)
+    for step, found in ((1, ("full",)), (2, ("dense", "full")), (4, ("dense", "dense", "dense", "full"))):
+        sparse = {"decoder_sparse_step": step} if step > 1 else {}
+        assert model_from_config(experts | {"mlp_only_layers": []} | sparse).kinds == found
 
 
 def test_whatever_a_config_says_only_one_error_comes_out():

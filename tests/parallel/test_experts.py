@@ -26,7 +26,7 @@ from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare
 from jaxdist.models.context import Context
 from jaxdist.models.decoder import DecoderConfig
-from jaxdist.models.experts import Mixture, Router
+from jaxdist.models.experts import Mixture, Router, apply_gated
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import grouped_kernels as kernels
 from jaxdist.parallel.expert_parallel import NOWHERE, apply_experts, kept_places, slots_of_round
@@ -175,6 +175,17 @@ def assert_equals_oracle(mixture: Mixture, config: RunConfig) -> None:
 def test_a_mesh_equals_every_expert_on_every_token(mixture, layout):
     mesh, parallel = LAYOUTS[layout]
     assert_equals_oracle(MIXTURES[mixture], config_of(MIXTURES[mixture], mesh, **parallel))
+
+
+def test_rows_that_an_expert_spoils_count_as_its_own():
+    """The third and the fifth of five rows, of experts that hold three, none and two; not those that came spoiled."""
+    rng = np.random.default_rng(0)
+    gate, up, down = (jnp.asarray(rng.normal(size=(3, 4, 4)), jnp.float32) for _ in range(3))
+    rows_ND = jnp.asarray(rng.normal(size=(5, 4)), jnp.float32).at[2:].mul(1e30).at[3].set(jnp.nan)
+    spoiled = jax.grad(
+        lambda faults_E: apply_gated((gate, up, down, faults_E, jnp.float32(0.5)), rows_ND, jnp.array([3, 0, 2])).sum()
+    )(jnp.zeros(3))
+    assert spoiled.tolist() == [0.5, 0, 0.5]
 
 
 def test_the_balance_loss_of_a_router_is_that_of_the_formula():
