@@ -330,6 +330,12 @@ def test_kinds_repeat_a_whole_number_of_times():
         jaxdist.verify(first_dense, mesh="pp=3", batch_size=12)
 
 
+def test_two_dims_of_a_layer_s_parameter_are_a_matrix():
+    found = named_params(declare(Llama()))
+    said = {name: param.matrix for name, param in found}
+    assert said["blocks.w_up"] == (None, "in", "out") and {m for n, m in said.items() if "norm" in n} <= {(), None}
+
+
 def test_the_work_of_a_llama():
     """Products with weights: 2 FLOPs a parameter; grouped heads do not make scores cheaper."""
     model = Llama()

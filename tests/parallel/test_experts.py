@@ -31,7 +31,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import grouped_kernels as kernels
 from jaxdist.parallel.expert_parallel import NOWHERE, apply_experts, kept_places, slots_of_round
 from jaxdist.parallel.grouped_matmul import grouped_matmul
-from jaxdist.parallel.products import products_of
+from jaxdist.parallel.products import flops_of, product_dims, products_of
 from jaxdist.params import named_params
 from jaxdist.parity import observe, quick_options
 from jaxdist.placement import make_layout
@@ -186,6 +186,26 @@ def test_rows_that_an_expert_spoils_count_as_its_own():
         lambda faults_E: apply_gated((gate, up, down, faults_E, jnp.float32(0.5)), rows_ND, jnp.array([3, 0, 2])).sum()
     )(jnp.zeros(3))
     assert spoiled.tolist() == [0.5, 0, 0.5]
+
+
+def test_a_router_counts_what_it_chose_and_dropped_and_adds_its_z_loss():
+    """All by gradients of its counters and its matrix, at a weight of 1/2: the rows themselves pass unchanged."""
+    router, rng = Router(nnx.Rngs(0), 3, dataclasses.replace(SMALL, z_loss=0.1, capacity=1.0)), np.random.default_rng(0)
+    graph, params = nnx.split(router)
+    x_BTD, ctx = jnp.asarray(rng.normal(size=(2, 5, 3)), jnp.float32), Context(weight=jnp.float32(0.5))
+
+    def total(params):
+        x_out, expert_BTK, _ = nnx.merge(graph, params)(x_BTD, ctx, 2)
+        return x_out.sum(), expert_BTK
+
+    grads, expert_BTK = jax.grad(total, has_aux=True)(nnx.to_pure_dict(params))
+    chosen_E = np.bincount(np.ravel(jax.lax.top_k(x_BTD @ router.w[...], 2)[1]), minlength=8)
+    kept_E = np.bincount(np.ravel(expert_BTK)[np.ravel(expert_BTK) >= 0], minlength=8)
+    assert (kept_E <= 4).all() and kept_E.sum() < 20
+    np.testing.assert_allclose(grads["load"], chosen_E / 2)
+    np.testing.assert_allclose(grads["dropped"], (chosen_E - kept_E) / 2)
+    z = jax.grad(lambda w: 0.05 * jnp.square(jax.nn.logsumexp(x_BTD @ w, axis=-1)).sum())(router.w[...])
+    np.testing.assert_allclose(grads["w"], z, rtol=1e-5, atol=1e-6)
 
 
 def test_the_balance_loss_of_a_router_is_that_of_the_formula():
@@ -505,6 +525,7 @@ def test_products_are_those_of_the_first_round():
         on_mesh = jax.shard_map(exchanged, mesh=make_abstract_mesh(mesh), in_specs=by_rank, out_specs=by_rank)
         jaxpr = jax.make_jaxpr(on_mesh)(*(jax.ShapeDtypeStruct(*each) for each in shapes))
         found[room] = [*products_of(jaxpr)]
+        assert flops_of(jaxpr) == sum(2 * math.prod(product_dims(eqn)) for eqn in found[room])
     assert len(found[0.75]) == len(found[None]) == 3
 
 

@@ -50,11 +50,11 @@ WAYS = {
 
 
 def test_messages_are_of_padded_shares():
-    """Five matrices of 6 x 8, rows over two ranks: six go round and come back; or three copies do two each."""
+    """Five matrices of 12 x 8, rows over four ranks: eight go round and come back; or three copies do two each."""
     rows = muon.Way((muon.ROWS,), None)
-    assert muon.messages((5, 3, 8), (1, 2, 1, 1), rows) == [("all_to_all", muon.ROWS, 2, 6 * 3 * 8)]
-    shared = [("all_to_all", muon.ROWS, 2, 6 * 3 * 8), ("all_gather", muon.COPIES, 1, 3 * 1 * 6 * 8)]
-    assert muon.messages((5, 3, 8), (1, 2, 1, 3), rows) == shared
+    assert muon.messages((5, 3, 8), (1, 4, 1, 1), rows) == [("all_to_all", muon.ROWS, 2, 8 * 3 * 8)]
+    shared = [("all_to_all", muon.ROWS, 2, 8 * 3 * 8), ("all_gather", muon.COPIES, 1, 3 * 1 * 12 * 8)]
+    assert muon.messages((5, 3, 8), (1, 4, 1, 3), rows) == shared
     assert muon.messages((5, 6, 8), (1, 1, 1, 3), muon.Way((), None)) == [("all_gather", muon.COPIES, 1, 3 * 2 * 6 * 8)]
 
 
