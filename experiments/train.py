@@ -65,7 +65,7 @@ def main(flags: TrainFlags, console: Console, now: Callable[[], float] = time.mo
     with ExitStack() as stack:
         if take_folder(run, stack):
             console.print(f"the run in {run.out} is complete: nothing is left to do", markup=False)
-            say_unread(run)
+            say_unread(run, run.config.steps)
             return 0
         if flags.metrics_port is not None:
             exporters.require_free(flags.metrics_port, flags.metrics_host)
