@@ -45,7 +45,7 @@ class ReportFlags:
 def main(flags: ReportFlags, console: Console) -> int:
     if not flags.runs:
         raise ConfigError("no run", "there must be a folder that `train --out` made", "Name one, as in runs/a")
-    folders = [*{Path(name).resolve(): Path(name) for name in reversed(flags.runs)}.values()][::-1]
+    folders = [*dict.fromkeys(map(Path, flags.runs))]  # "a" and "a/" are one
     runs = [read_run(folder) for folder in folders]
     require_writable("--out", flags.out)
     without_devices(1)

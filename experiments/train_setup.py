@@ -281,7 +281,7 @@ def take_folder(run: Run, stack: ExitStack) -> bool:
 
 
 def say_unread(run: Run, done: int) -> None:
-    """What is not looked at where a run goes on from its own checkpoint of step `done`."""
+    """Note the flags that are not looked at where a run goes on from its own checkpoint of step `done`."""
     profiled = run.flags.profile and profile.Window.parse(run.flags.profile).first
     drilled = run.fault and run.fault.kind != "slow" and run.fault.step
     for name, first in (("profile", profiled), ("drill", drilled)):

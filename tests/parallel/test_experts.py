@@ -507,7 +507,7 @@ def test_every_round_sends_as_much_as_the_first():
 
 
 def test_products_are_those_of_the_first_round():
-    """Of a traced program as a plan counts them, forward and backward: later rounds are rare."""
+    """In a traced program as a plan counts them, forward and backward: later rounds are rare."""
     mesh, by_rank = parse_mesh("dp=4,ep=4"), PartitionSpec("ep")
     shapes = ((32, 5), "f4"), ((32, 2), "i4"), ((32, 2), "f4"), ((8, 5, 5), "f4")
     found = {}

@@ -269,7 +269,7 @@ def test_doubled_action_is_named_with_both_ticks(schedule):
 
 
 def test_actions_wait_for_what_they_read():
-    """Of two stages: a B reads what its R (or its F) kept and the next stage's gradient, an R the input of its F."""
+    """With two stages: a B reads what its R (or its F) kept and the next stage's gradient, an R the input of its F."""
     schedule = make_schedule("1f1b", 2, 2, recompute=True)
     f, r, b, w = (Action(phase, 1, 0) for phase in (Phase.F, Phase.R, Phase.B, Phase.W))
     assert [schedule.inputs(1, action) for action in (f, r, b, w)] == [[(0, f)], [(1, f)], [(1, r)], [(1, b)]]
