@@ -51,8 +51,9 @@ def summary(layout: Layout, counts: dict[str, np.ndarray]) -> dict[str, float]:
         return {}
     parts = [x / np.maximum(x.mean(-1, keepdims=True), 1e-30) for x in loads]
     found = {"expert_load_max": max(x.max() for x in parts), "expert_load_min": min(x.min() for x in parts)}
-    held = min(leaf.compute_local[-1] for leaf in counters(layout) if leaf.name.endswith(FAULTS))
-    if held < parts[0].shape[-1]:
+    # A model of one's own may count loads and no faults, whose split over ranks is the experts'.
+    held = min((leaf.compute_local[-1] for leaf in counters(layout) if leaf.name.endswith(FAULTS)), default=0)
+    if 0 < held < parts[0].shape[-1]:
         of_ranks = (x.reshape(len(x), -1, held).mean(-1) for x in parts)
         found["expert_rank_load_max"] = max(x.max() for x in of_ranks)
     dropped = [x.sum() for name, x in counts.items() if name.endswith(DROPPED)]

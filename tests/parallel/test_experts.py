@@ -665,6 +665,8 @@ def test_what_is_counted_is_summed_up_over_layers():
         layout = make_layout(config.model, config.parallel, config.part_layers)
         assert summary(layout, counts) == said | more and summary(layout, {}) == {}
     assert summary(layout, {"a.load": np.array([[3.0, 3, 0, 0, 1, 1, 0, 0]])})["expert_rank_load_max"] == 3
+    dense = make_layout(PRESETS["llama-proof"], ParallelConfig())  # as a model that counts in its own way
+    assert summary(dense, counts) == said
 
 
 def test_a_plan_says_what_a_token_uses_and_what_is_padding():
