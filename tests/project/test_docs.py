@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import shlex
-import statistics
 from pathlib import Path
 
 import pytest
@@ -122,26 +121,6 @@ def rows_under(heading: str, page: str = "docs/plan-evidence.md") -> list[list[s
     text = (ROOT / page).read_text(encoding="utf-8").split(heading, 1)[1]
     table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)[0].splitlines()[2:]
     return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table]
-
-
-def percent(text: str) -> float:
-    return float(text.rstrip("%").replace(" ", ""))
-
-
-def test_the_layouts_of_levels_are_counted_and_averaged_as_the_prose_says():
-    *rows, total = rows_under("### How well the trace predicts the compiler's peak")
-    names = [", ".join([mesh or "1 device", *(f"{k}={v}" for k, v in m.items())]) for mesh, m in LAYOUTS]
-    assert [row[0] for row in rows] == names
-    assert total[0] == f"mean / max of {len(names)}"
-    prose = PLAN
-    for column, machine in ((3, "for CPUs"), (6, "for H200s")):
-        predicted, compiled, errors = ([row[column - 2 + n].replace(",", "") for row in rows] for n in range(3))
-        for made, plan, error in zip(predicted, compiled, errors, strict=True):
-            assert float(made) / float(plan) - 1 == pytest.approx(percent(error) / 100, abs=0.0015)
-        errors = [abs(percent(error)) for error in errors]
-        mean, most = map(percent, total[column].split(" / "))
-        assert (round(statistics.mean(errors), 1), max(errors)) == (mean, most)
-        assert re.search(rf"{mean:g} %\s(?:in the mean )?{machine}", prose)
 
 
 def test_the_best_of_7b_and_70b_are_as_near_as_the_prose_says():
