@@ -339,7 +339,7 @@ def verdict(option: Option) -> str:
 
 
 def what_if(flags: PlanFlags, plan: Plan) -> Plan:
-    """The plan with the best layouts of four questions beside the one that was asked."""
+    """The plan with the best layouts of a few questions beside the one that was asked."""
     question, cluster = plan.question, plan.found.cluster
     nodes, batch, length = cluster.num_nodes, question.base.batch_size, question.base.model.seq_len
     flags = replace(flags, deadline=None, budget=None, what_if=False)
@@ -351,6 +351,10 @@ def what_if(flags: PlanFlags, plan: Plan) -> Plan:
     }
     if nodes > 1:
         cases["a node fewer"] = partial(with_nodes, flags, question, nodes - 1)
+    per_node = cluster.devices_per_node
+    if (even := 1 << (per_node.bit_length() - 1)) < per_node:  # a rack of 72, which models of 64 heads divide badly
+        part = replace(flags, devices_per_node=even), replace(question, devices_per_node=even)
+        cases[f"on {even} of a node's {per_node}"] = partial(with_nodes, *part, nodes)
     if (card := next_card(question, flags.hardware_file)) is not None:
         other = replace(question, hardware=card)
         unpriced = replace(flags, vendor=None, price_per_hour=None, price_file=None)

@@ -107,7 +107,7 @@ class PlanFlags(CommonFlags, FileFlags):
     max_gib: float | None = None
     """Most GiB of a device that a layout may take. Default: nine tenths of its memory."""
     what_if: bool = False
-    """Also plan twice the batch, twice the sequence, a node fewer and the next faster card."""
+    """Also plan twice the batch, twice the sequence, a node fewer, 64 of a rack's 72 and the next faster card."""
     efficiencies: str | None = None
     """TOML of the time model's constants, of your own card. Default: fitted to what was published of this one."""
     simplest_within: float = WITHIN
