@@ -58,13 +58,14 @@ def bench_roofline(flags: BenchFlags, config: RunConfig, console: Console) -> Me
     table_of_kernels(kernels, roof).print(console, left=("part", "operation"))
     tokens = config.batch_size * config.model.seq_len / mesh.num_devices
     flops = tokens * work_of(config.model).flops_per_token
+    products = sum(each.count * roof.products(each) for each in kernels)
     speed, of_peak = tokens / whole.seconds, flops / (whole.seconds * hardware.peak(config.precision.dtype))
     console.print(
         f"{config.model.describe()}, {config.precision.dtype}, attention {config.attention}, compiled for "
         f"{hardware.title} in {step.seconds:.0f} s: {whole.kernels:,} kernels move {whole.moved / 1e9:.3g} GB and "
         f"multiply {whole.flops / 1e12:.3g} TFLOP a step and device; peak {gib(step.peak)}. At {MATMUL:.0%} of the "
         f"peak and {HBM:.0%} of the bandwidth that is at least {whole.seconds * 1e3:.3g} ms, {speed:,.0f} tokens/s a "
-        f"device, {of_peak:.0%} MFU; the products alone {whole.flops / roof.flops_per_s * 1e3:.3g} ms. The same "
+        f"device, {of_peak:.0%} MFU; the products alone {products * 1e3:.3g} ms. The same "
         "products, each reading its operands and writing its result once, and one pass over the state would move "
         f"{least / 1e9:.3g} GB: the program moves {whole.moved / least:.2f} times that. Nothing was run; links between "
         "devices and launches take time that is not in it."

@@ -234,10 +234,24 @@ def messages(local: Sequence[int], ranks: Sequence[int], way: Way | None = None)
 
 def flops(local: Sequence[int], ranks: Sequence[int], way: Way | None = None) -> int:
     """FLOPs of a rank's matmuls for a leaf: X X^T and what X is multiplied by, 2 s^2 l each, and A^2, 2 s^3."""
+    num, side, other = _own(local, ranks, way)
+    return ITERATIONS * num * (4 * side**2 * other + 2 * side**3)
+
+
+def passes(local: Sequence[int], ranks: Sequence[int], wide: int, narrow: int) -> int:
+    """Bytes that a rank reads and writes for a leaf outside of its matmuls, of elements of so many bytes: X for its
+    norm, divided, and made wide again; in an iteration the polynomial of A and A^2, and A made narrow for its square.
+    """
+    num, side, other = _own(local, ranks)
+    polynomial = 3 * wide if narrow == wide else 3 * wide + 2 * narrow
+    return num * (side * other * 2 * (wide + narrow) + ITERATIONS * side**2 * polynomial)
+
+
+def _own(local: Sequence[int], ranks: Sequence[int], way: Way | None = None) -> tuple[int, int, int]:
+    """(matrices that a rank orthogonalizes, the side of their squares, the other side)."""
     way, (num, *sides) = way or choose_way(local, ranks), local
     for dim in way.shared:
         num, sides[dim - 1] = -(-num // ranks[dim]), sides[dim - 1] * ranks[dim]
     num = -(-num // ranks[COPIES])
     side = min(sides) if way.split is None else sides[COLUMNS - way.split]
-    other = math.prod(sides) // side
-    return ITERATIONS * num * (4 * side**2 * other + 2 * side**3)
+    return num, side, math.prod(sides) // side

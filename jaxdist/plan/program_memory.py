@@ -142,10 +142,12 @@ def _sharded_layout(model: Model, tp: int, shards: int, pp: int, ep: int, cp: in
 
 
 class MatrixWork(NamedTuple):
-    """What a device does in an update for whole matrices: FLOPs, bytes that it sends over dp and cp and over tp
-    as if all-to-alls had moved them, and those gathered over ranks that hold the same."""
+    """What a device does in an update for whole matrices: FLOPs, bytes that pass through memory beside them, those that
+    it sends over dp and cp and over tp as if all-to-alls had moved them, and those gathered over ranks that hold the
+    same."""
 
     flops: float
+    passes: float
     over_data: float
     over_tp: float
     over_copies: float
@@ -155,17 +157,20 @@ def matrix_work(config: RunConfig, layouts, num_rows) -> MatrixWork:
     """Columns for every layout; 0 for an optimizer that looks at no matrices. num_rows: layers on a device."""
     c = layouts
     if config.optimizer.name != "muon":
-        return MatrixWork(0.0, 0.0, 0.0, 0.0)
+        return MatrixWork(0.0, 0.0, 0.0, 0.0, 0.0)
+    wide = ITEMSIZE[config.precision.master_dtype]
+    widths = wide, ITEMSIZE["bfloat16"] if config.optimizer.muon_bf16 else wide
     ways = c.replica, c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1), c.over_tp
     kinds, index = distinct(*ways, c.zero > 0, np.broadcast_to(num_rows, len(c.pp)).astype(int))
-    found = np.array([_matrix_work(config.model, *kind) for kind in kinds], float)[index].T
-    wide = ITEMSIZE[config.precision.master_dtype]
-    return MatrixWork(found[0], *(wide * found[1:]))
+    found = np.array([_matrix_work(config.model, *widths, *kind) for kind in kinds], float)[index].T
+    return MatrixWork(*found[:2], *(wide * found[2:]))
 
 
 @cache
 def _matrix_work(
     model: Model,
+    wide: int,
+    narrow: int,
     replica: int,
     tp: int,
     shards: int,
@@ -176,11 +181,11 @@ def _matrix_work(
     sharded: int,
     num_rows: int,
 ) -> tuple[float, ...]:
-    """FLOPs, and elements over the data axes, over tp and over copies."""
+    """FLOPs, bytes of passes, and elements over the data axes, over tp and over copies."""
     from jaxdist.parallel import muon
     from jaxdist.train.optimizer import matrix_of
 
-    layout, total = _sharded_layout(model, tp, shards, pp, ep, cp, bool(over_tp)), [0.0, 0.0, 0.0, 0.0]
+    layout, total = _sharded_layout(model, tp, shards, pp, ep, cp, bool(over_tp)), [0.0, 0.0, 0.0, 0.0, 0.0]
     for leaf in _flat(layout.trained.leaves):
         leaf = leaf if sharded else replace(leaf, zero_dim=None)
         if (matrix := matrix_of(leaf)) is None:
@@ -190,9 +195,10 @@ def _matrix_work(
         ranks = [math.prod(map(layout.mesh.size, axes)) for axes in matrix.axes]
         ranks[muon.COPIES] *= replica
         total[0] += muon.flops(local, ranks)
+        total[1] += muon.passes(local, ranks, wide, narrow)
         for each in muon.messages(local, ranks):
             times = 2 if each.kind == "all_reduce" else 1
-            which = 3 if each.dim == muon.COPIES else 2 if matrix.axes[each.dim] == ("tp",) else 1
+            which = 4 if each.dim == muon.COPIES else 3 if matrix.axes[each.dim] == ("tp",) else 2
             total[which] += times * each.count * each.elements
     return tuple(total)
 

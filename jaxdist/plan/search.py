@@ -638,6 +638,7 @@ def _step_time(
         spread_table=layouts.pp > 1,
         repeated=repeated or _repeated(base, layouts, attention),
         update_flops=update.flops,
+        update_passes=update.passes,
         update_bf16=base.optimizer.muon_bf16,
         update_over_data=update.over_data,
         update_over_tp=update.over_tp,

@@ -228,7 +228,8 @@ class Layout:
     gathers: of ZeRO-3's weights in a micro-batch (default 2, or 1 with keep_after_forward).
     repeated: beside what `remat` says.
     update_flops: of the optimizer's matmuls on a device, in float32 as cards multiply it by default, or with
-        update_bf16 in that. update_over_data, update_over_tp: bytes of the all-to-alls between them.
+        update_bf16 in that. update_passes: bytes that it moves beside them.
+        update_over_data, update_over_tp: bytes of the all-to-alls between them.
         update_over_copies: of the gathers where ranks hold the same and do a share each.
     """
 
@@ -280,6 +281,7 @@ class Layout:
     loss_chunks: Number = 1
     repeated: Repeated = NOTHING
     update_flops: Number = 0.0
+    update_passes: Number = 0.0
     update_bf16: bool = False
     update_over_data: Number = 0.0
     update_over_tp: Number = 0.0
@@ -711,6 +713,7 @@ class _Step:
         )
         return {
             "compute": np.asarray(layout.update_flops) / (peak * self.e.matmul),
+            "memory": np.asarray(layout.update_passes) / self.hbm,
             "dp": np.where(data, self.ring("all_to_all", "cp", self.dp * self.cp, data), 0)
             + np.where(copies, gather, 0),
             "tp": np.where(tp, self.ring("all_to_all", "tp", self.tp, tp), 0),

@@ -18,7 +18,7 @@ from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof import hlo
 from jaxdist.plan.proof.launches import Launches, launches_of
-from jaxdist.plan.proof.roofline import Reached, Roof, Total, kernels_of, phase_of, trips_of
+from jaxdist.plan.proof.roofline import ON_H100, Reached, Roof, Total, kernels_of, phase_of, trips_of
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
@@ -32,6 +32,7 @@ def test_a_product_reads_its_operands_once_and_writes_its_result():
     (kernel,) = [k for k in compiled(jnp.matmul, (64, 48), (48, 80)) if k.flops]
     assert kernel.flops == 2 * 64 * 48 * 80
     assert kernel.moved == kernel.product_bytes == 4 * (64 * 48 + 48 * 80 + 64 * 80)
+    assert kernel.wide
 
 
 def test_a_pass_over_arrays_fused():
@@ -269,6 +270,11 @@ def test_least_time_is_the_larger_of_products_and_bytes():
     assert roof.seconds(sliced) == pytest.approx(sliced.moved / (0.5 * 3.35e12))
     heavy = dataclasses.replace(sliced, flops=1e12)
     assert roof.seconds(heavy) == pytest.approx(1e12 / (0.5 * find_hardware("h100").peak("bfloat16")))
+    wide = dataclasses.replace(heavy, wide=True)
+    assert roof.seconds(wide) == roof.products(wide) == pytest.approx(1e12 / (0.5 * 494e12))
+    assert ON_H100.seconds(wide, find_hardware("h100"), "bfloat16") == pytest.approx(1e12 / (0.76 * 494e12))
+    exact = Roof.of(find_hardware("h100"), "float32", matmul=0.5, hbm=0.5)
+    assert exact.seconds(wide) == exact.seconds(heavy) == pytest.approx(1e12 / (0.5 * 67e12))
     total = Total.of([dataclasses.replace(heavy, count=3), sliced], roof)
     assert (total.kernels, total.flops, total.moved) == (4, 3e12, 4 * sliced.moved)
     assert total.seconds == pytest.approx(3 * roof.seconds(heavy) + roof.seconds(sliced))

@@ -108,6 +108,16 @@ def test_products_of_bf16_operands_make_squares_wide_and_the_matrix_narrow():
     assert 0 < np.abs(narrow(x) - wide(x)).max() < 0.05
 
 
+def test_passes_beside_the_products_by_hand():
+    """X[2, 12, 16]: read for its norm, read and written as it is divided, read at the end. In an iteration two squares
+    of 12 are read and one written; with narrow operands the first is cast too. Ranks with copies do a share each."""
+    local, alone = (2, 12, 16), [1, 1, 1, 1]
+    assert muon.passes(local, alone, 4, 4) == 2 * (4 * 12 * 16 * 4 + 5 * 12 * 12 * 3 * 4)
+    assert muon.passes(local, alone, 4, 2) == 2 * (12 * 16 * (2 * 4 + 2 * 2) + 5 * 12 * 12 * (2 * 4 + 2 + 4 + 2))
+    assert muon.passes(local, [1, 1, 1, 2], 4, 4) == muon.passes((1, 12, 16), alone, 4, 4)
+    assert muon.passes((2, 16, 12), alone, 4, 4) == muon.passes(local, alone, 4, 4)
+
+
 def matmul_flops(program) -> int:
     dots = [(eqn, count) for eqn, count, _ in equations(program) if eqn.primitive.name == "dot_general"]
     return sum(2 * count * eqn.outvars[0].aval.size * eqn.invars[0].aval.shape[-1] for eqn, count in dots)

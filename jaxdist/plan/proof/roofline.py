@@ -48,6 +48,7 @@ class Kernel:
     phase: one of `PHASES`. part: of the model or step, "layer" or "loss" say, where the origin names one. operation:
     JAX's name of what it came from. product_bytes: of its products' operands and results alone, a run. loop: the origin
     of the innermost loop that it runs in, "" outside. positions: that a query of fused attention looks at, 0 elsewhere.
+    wide: whether its products are of fp32 operands.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Kernel:
     product_bytes: int
     loop: str = ""
     positions: int = 0
+    wide: bool = False
 
     @property
     def moved(self) -> int:
@@ -98,19 +100,31 @@ def phase_of(origin: str) -> str:
 
 @dataclass(frozen=True)
 class Roof:
-    """What a card can do: FLOP/s of products and bytes/s of HBM, as far as they are taken to be reached."""
+    """What a card can do: FLOP/s of products, of those with fp32 operands too, and bytes/s of HBM, as far as they are
+    taken to be reached."""
 
     flops_per_s: float
+    wide_flops_per_s: float
     bytes_per_s: float
 
     @classmethod
     def of(cls, hardware: Accelerator, dtype: str, matmul: float, hbm: float) -> "Roof":
         """matmul, hbm: parts of the peak and of the bandwidth."""
-        return cls(hardware.peak(dtype) * matmul, hardware.memory_bytes_per_s * hbm)
+        peaks = (peak_of(hardware, dtype, wide) * matmul for wide in (False, True))
+        return cls(*peaks, hardware.memory_bytes_per_s * hbm)
+
+    def products(self, kernel: Kernel) -> float:
+        """Seconds of one run's products alone."""
+        return kernel.flops / (self.wide_flops_per_s if kernel.wide else self.flops_per_s)
 
     def seconds(self, kernel: Kernel) -> float:
         """Seconds of one run."""
-        return max(kernel.flops / self.flops_per_s, kernel.moved / self.bytes_per_s)
+        return max(self.products(kernel), kernel.moved / self.bytes_per_s)
+
+
+def peak_of(hardware: Accelerator, dtype: str, wide: bool) -> float:
+    """FLOP/s of products in a run of this dtype; of `wide` ones in a run of 16 bits, as JAX has cards multiply fp32."""
+    return hardware.peak_flops.get("tfloat32", hardware.peak(dtype)) if wide and "16" in dtype else hardware.peak(dtype)
 
 
 @dataclass(frozen=True)
@@ -128,7 +142,7 @@ class Reached:
 
     def seconds(self, kernel: Kernel, hardware: Accelerator, dtype: str) -> float:
         """Seconds of one run."""
-        peak = hardware.peak(dtype) * self.products
+        peak = peak_of(hardware, dtype, kernel.wide) * self.products
         if kernel.positions:
             peak = hardware.peak(dtype) * self.attention * kernel.positions / (kernel.positions + self.half_positions)
         return max(kernel.flops / peak, kernel.moved / (hardware.memory_bytes_per_s * self.bandwidth))
@@ -208,7 +222,7 @@ class _Program:
             read, written = self._fusion_bytes(inner, sizes)
         else:
             read, written = _plain_bytes(instruction, sizes)
-        flops, product_bytes = self._products(computation, instruction)
+        flops, product_bytes, wide = self._products(computation, instruction)
         return Kernel(
             name=instruction.name,
             opcode=instruction.opcode,
@@ -220,6 +234,7 @@ class _Program:
             product_bytes=product_bytes,
             loop=loop,
             positions=_attended(instruction, shapes),
+            wide=wide,
         )
 
     def _fusion_bytes(self, computation: str, sizes: Sequence[int]) -> tuple[int, int]:
@@ -266,8 +281,8 @@ class _Program:
             return 0 if by_name[name] is made else sum(hlo.arrays(by_name[name].shape))
         return sum(hlo.arrays(by_name[name].shape))
 
-    def _products(self, computation: str, instruction: Instruction) -> tuple[float, int]:
-        """(FLOPs, bytes of operands and results) of the products that an instruction runs."""
+    def _products(self, computation: str, instruction: Instruction) -> tuple[float, int, bool]:
+        """(FLOPs, bytes of operands and results, whether some operands are fp32) of an instruction's products."""
         shapes = self.shapes[computation]
         given = [shapes.get(name, "") for name in hlo.operands(instruction.rest)]
         if instruction.opcode in FUSIONS:
@@ -277,15 +292,16 @@ class _Program:
                 if role == "calls"
                 for each in self.bodies[inner]
             ]
-            return sum(flops for flops, _ in found), sum(passed for _, passed in found)
+            products, sizes, wide = zip(*found, strict=True)
+            return sum(products), sum(sizes), any(wide)
         if instruction.opcode == "dot":
             flops = _dot_flops(instruction.shape, given[0], instruction.rest, "lhs_contracting_dims={")
         elif instruction.opcode == "custom-call":
             flops = _custom_flops(instruction, given)
         else:
-            return 0.0, 0
+            return 0.0, 0, False
         passed = sum(hlo.arrays(instruction.shape)) + sum(sum(hlo.arrays(shape)) for shape in given)
-        return flops, passed if flops else 0
+        return flops, passed if flops else 0, bool(flops) and hlo.dims(given[0])[0][0] == "f32"
 
 
 def _origin(instruction: Instruction) -> str:
