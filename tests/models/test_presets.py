@@ -11,6 +11,7 @@ from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
 from jaxdist.models.base import num_parameters, split_kinds
 from jaxdist.models.huggingface import config_of, model_from_config, tensors_of
+from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import find_model, model_of, name_of
 
@@ -96,6 +97,12 @@ def test_a_preset_there_and_back(name):
     assert model_from_config(json.loads(json.dumps(config_of(model)))) == published
     assert model_of(json.loads(json.dumps(to_dict(RunConfig(model))["model"]))) == model
     assert name_of(model) == (name, {})
+
+
+def test_adapters_are_named_by_what_is_not_their_default():
+    base = PRESETS["llama-proof"]
+    assert name_of(LoRA(base, rank=4, alpha=8.0)) == ("llama-proof", {"lora": 4})
+    assert name_of(LoRA(base, rank=4, alpha=4.0))[1] == {"lora": 4, "lora_alpha": 4.0}
 
 
 def test_files_name_models_without_config():

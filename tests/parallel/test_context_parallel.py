@@ -149,6 +149,11 @@ def test_16_bit_attention_is_summed_in_32(name):
     assert np.abs(ours - attention_in_numpy(*inputs, None, None)).max() < 2**-7
 
 
+def test_a_window_is_a_halo_where_it_takes_fewer_messages_than_a_ring():
+    """Of chunks of 8 in four groups, whose ring has three hops; a position sees itself too."""
+    assert [hops(window, 8, 4) for window in (None, 1, 2, 9, 10, 17, 18)] == [None, 0, 1, 1, 2, 2, None]
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_zig_zag_gives_every_rank_as_many_scores(ranks):
     order = order_of(Split(ranks), 4 * 2 * ranks).reshape(ranks, -1)

@@ -26,7 +26,7 @@ from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare
 from jaxdist.models.context import Context
 from jaxdist.models.decoder import DecoderConfig
-from jaxdist.models.experts import Mixture, Router, apply_gated
+from jaxdist.models.experts import Mixture, Router, apply_gated, choose
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import grouped_kernels as kernels
 from jaxdist.parallel.expert_parallel import NOWHERE, apply_experts, kept_places, slots_of_round
@@ -206,6 +206,11 @@ def test_a_router_counts_what_it_chose_and_dropped_and_adds_its_z_loss():
     np.testing.assert_allclose(grads["dropped"], (chosen_E - kept_E) / 2)
     z = jax.grad(lambda w: 0.05 * jnp.square(jax.nn.logsumexp(x_BTD @ w, axis=-1)).sum())(router.w[...])
     np.testing.assert_allclose(grads["w"], z, rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_goes_to_the_experts_of_its_highest_scores_and_of_ties_to_the_first():
+    scores = jnp.asarray([[[0.1, 0.4, 0.3, 0.4], [0.9, 0.0, 0.8, 0.7]]])
+    assert choose(Context(), scores, 2).tolist() == [[[1, 3], [0, 2]]]
 
 
 def test_the_balance_loss_of_a_router_is_that_of_the_formula():

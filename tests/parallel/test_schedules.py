@@ -278,6 +278,11 @@ def test_actions_wait_for_what_they_read():
     assert split.inputs(0, b) == [(0, f), (1, b)]
 
 
+def test_an_r_takes_as_long_as_an_f_unless_it_is_said_how_long():
+    times = [Costs(2.0, 3.0, 4.0, again).of(Action(phase, 0, 0)) for again in (None, 5.0) for phase in Phase]
+    assert times == [2.0, 3.0, 4.0, 2.0, 2.0, 3.0, 4.0, 5.0]
+
+
 def test_a_layer_more_goes_to_the_later_of_the_middle_parts():
     assert [divide_layers(n, 4) for n in (4, 5, 6, 7, 8)] == [
         (1, 1, 1, 1),

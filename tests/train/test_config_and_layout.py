@@ -25,7 +25,7 @@ from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
 from jaxdist.params import Param
 from jaxdist.placement import choose_zero_dim, make_layout, pipeline_rows
-from jaxdist.specs import compute_spec, draw_spec, logical_spec, storage_spec
+from jaxdist.specs import compute_spec, draw_spec, logical_spec, param_specs, storage_spec
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.loss_scale import initial_loss_scale
 from jaxdist.train.optimizer import learning_rate
@@ -190,6 +190,20 @@ def test_only_arrays_that_stand_where_they_are_wanted_are_donated():
     assert not any(x.is_deleted() for x in elsewhere.values())
     assert all(x.is_deleted() for x in placed.values())
     np.testing.assert_array_equal(host["params.tokens"], program.init(0).params["tokens"])
+
+
+@pytest.mark.parametrize("zero, dtype", [(1, "float32"), (3, "bfloat16")])
+def test_what_is_saved_of_padded_shards_is_what_was_drawn(zero, dtype):
+    """Norms of 10 over four ranks are padded; parameters of ZeRO-3 alone, or their masters, are held as shards."""
+    model = GPT2Config(num_layers=1, width=10, num_heads=2, ffn_width=20, seq_len=8, vocab_size=50)
+    config = RunConfig(model, ParallelConfig(MeshShape(dp=4), zero=zero), precision=PrecisionConfig(dtype))
+    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
+    leaves, specs = program.layout.leaves, param_specs(program.layout)
+    assert specs == jax.tree.map(storage_spec if zero == 3 else compute_spec, leaves)
+    assert any(leaf.storage_shape != leaf.shape for leaf in jax.tree.leaves(leaves))
+    saved, drawn = to_logical(program, program.init(0)), jax.jit(model.initial_values)(0)
+    for path, x in jax.tree.leaves_with_path(drawn):
+        np.testing.assert_array_equal(saved[".".join(["params", *(entry.key for entry in path)])], x)
 
 
 def test_a_state_that_was_never_scaled_begins_with_the_first_scale():

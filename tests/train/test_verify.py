@@ -1,6 +1,7 @@
 """The comparison itself: whatever is missing, empty or off in anything that a run holds is reported."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from conftest import DEVICES
 from experiments.strategies import Strategy
 from jaxdist.data.batches import random_batches
 from jaxdist.mesh import make_mesh
-from jaxdist.parity import Difference, Observed, compare, observe, random_parameters, unequal_copies, worst
+from jaxdist.parity import Difference, Observed, compare, observe, random_parameters, settled, unequal_copies, worst
 from jaxdist.placement import make_layout
 from jaxdist.plan.proof.trace import total_sent
 from jaxdist.plan.traffic import predicted
@@ -87,6 +88,21 @@ def test_a_wrong_number_of_any_step_is_reported(run, series):
 def test_a_nan_is_a_difference(run):
     changed = with_tree(run, "parameters", lambda values: values | {"tokens": np.full_like(values["tokens"], np.nan)})
     assert ("parameter", "tokens") in wrong(changed, run)
+
+
+def test_float64_settles_what_is_within_a_few_roundings():
+    """One device is a rounding off; a mesh may be eight of it, whatever the kind of number."""
+
+    def off_by(roundings: float) -> Observed:
+        x, norm = {"w": np.full(3, 1 + roundings / 1024)}, {"blocks": 1 + roundings / 1024}
+        return Observed([x, x], x, moments=x, group_norms=[norm, norm])
+
+    names = ("parameter", "moment", "gradient", "gradient of step 2", "gradient norm", "gradient norm of step 2")
+    found = [Difference(kind, "blocks" if "norm" in kind else "w", math.inf, 1e-6, 1.0, 1.0) for kind in names]
+    for roundings, ok in ((8, True), (9, False)):
+        judged = settled(found, off_by(roundings), off_by(1), off_by(0))
+        assert [each.ok for each in judged] == [ok] * len(names)
+    assert {each.error for each in settled(found, off_by(8), off_by(1), off_by(0))} == {8.0}
 
 
 def test_weights_that_are_not_their_masters_rounded_are_reported(run):
