@@ -41,6 +41,19 @@ def test_a_preset_has_as_many_parameters_as_were_published(name):
     assert sum(math.prod(tensor.shape) for tensor in tensors_of(model)) == PUBLISHED[name]
 
 
+OURS = {  # and the longest sequence
+    **{"proof": (218_112, 32), "tiny": (842_496, 128), "gpt-7m": (7_364_608, 256), "gpt-11m": (10_844_160, 256)},
+    **{"12m": (12_682_240, 512), "7b": (6_658_404_352, 2048), "70b": (71_304_830_976, 2048)},
+    **{"175b": (174_604_259_328, 2048), "llama-proof": (220_992, 32), "llama-10m": (9_638_784, 256)},
+    **{"moe-proof": (468_800, 32), "moe-10m": (7_219_456, 256)},
+}
+
+
+def test_presets_of_our_own_keep_their_sizes():
+    """Runs and pages name them."""
+    assert {name: (num_parameters(PRESETS[name]), PRESETS[name].seq_len) for name in OURS} == OURS
+
+
 # Their config.json, by what is in it: model_type, hidden and feed-forward width, layers, heads, key heads, positions,
 # vocabulary, base of the rotary frequencies, epsilon, and what else they say.
 LLAMA_32 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -74,6 +87,22 @@ FIELDS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "max_position_embeddings", "vocab_size", "rope_theta", "rms_norm_eps"),
 )
+
+
+@pytest.mark.parametrize(
+    "model_type, said, biases",
+    [
+        ("qwen2", {}, (True, False)),
+        ("llama", {}, (False, False)),
+        ("llama", {"attention_bias": True}, (True, True)),
+        ("qwen3", {"attention_bias": True}, (True, True)),
+        ("mistral", {"sliding_window": None}, (False, False)),
+    ],
+)
+def test_attention_has_the_biases_of_its_family(model_type, said, biases):
+    values = (model_type, 16, 32, 2, 4, 2, 32, 50, 1e4, 1e-5)
+    model = model_from_config(dict(zip(FIELDS, values, strict=True)) | said)
+    assert (model.attention_bias, model.out_bias) == biases
 
 
 def test_gpt_2_is_its_published_config():

@@ -23,6 +23,7 @@ from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import make_schedule
 from jaxdist.parallel.relayout import from_compute, from_storage, gather_whole, to_compute, to_storage
+from jaxdist.parallel.zero import all_gather_groups, reduce_scatter_groups
 from jaxdist.params import Param
 from jaxdist.placement import choose_zero_dim, make_layout, pipeline_rows
 from jaxdist.specs import compute_spec, draw_spec, logical_spec, param_specs, storage_spec
@@ -190,6 +191,30 @@ def test_only_arrays_that_stand_where_they_are_wanted_are_donated():
     assert not any(x.is_deleted() for x in elsewhere.values())
     assert all(x.is_deleted() for x in placed.values())
     np.testing.assert_array_equal(host["params.tokens"], program.init(0).params["tokens"])
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, math.inf])
+def test_shards_that_share_a_message_are_those_of_the_sum(bucket_bytes):
+    """Leaves of which another dim is sharded each, one of them padded: alone, and all in one message."""
+    shapes = {"a": (10, 3), "b": (3, 8), "c": (3, 5, 12)}
+    leaves = [
+        Leaf(n, Param(s), (None,) * len(s), MeshShape(dp=4), i, ("dp",), ("dp",))
+        for i, (n, s) in enumerate(shapes.items())
+    ]
+    whole = {
+        name: np.random.default_rng(0).normal(size=(4, *shape)).astype(np.float32) for name, shape in shapes.items()
+    }
+
+    def there_and_back(grads):
+        shards = reduce_scatter_groups([g[0] for g in grads.values()], leaves, bucket_bytes)
+        return all_gather_groups(shards, leaves, bucket_bytes, replicated=True)
+
+    mesh = make_mesh(MeshShape(dp=4), DEVICES)
+    found = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=PartitionSpec("dp"), out_specs=PartitionSpec()))(
+        whole
+    )
+    for x, expected in zip(found, whole.values(), strict=True):
+        np.testing.assert_allclose(x, expected.sum(0), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("zero, dtype", [(1, "float32"), (3, "bfloat16")])
