@@ -311,12 +311,15 @@ class Cluster:
     def split_axis(self, size: Number, stride: Number) -> tuple[Number, Number]:
         """(inside, across): ranks of one axis that share a node, and how many nodes its group touches.
 
-        An axis is inside a node when stride·size <= devices_per_node, and crosses one link a device when
-        stride >= devices_per_node. Otherwise it straddles: inside ranks in each of `across` nodes. Columns allowed.
+        An axis is inside a node where stride·size divides devices_per_node, or there is but one node; elsewhere some of
+        its groups leave theirs, as six neighbours do of nodes of 8: two are in one and four in the next. An axis that
+        leaves its node has `inside` neighbours in each of `across` nodes, one where the stride divides no node.
+        Columns allowed.
         """
         size, stride = np.asarray(size), np.asarray(stride)
-        room = np.maximum(self.devices_per_node // stride, 1)
-        inside = np.where(stride * size <= self.devices_per_node, size, np.gcd(size, room))
+        whole, over = np.divmod(self.devices_per_node, stride)
+        alone = (self.num_nodes == 1) & (stride * size <= self.devices_per_node)
+        inside = np.where(alone, size, np.gcd(size, np.where(over == 0, whole, 1)))
         return inside[()], (size // inside)[()]
 
     def link_of(self, size: Number, stride: Number) -> np.ndarray | str:
@@ -373,8 +376,7 @@ class Cluster:
 
         The slowest pair decides: an axis that leaves the node anywhere sends at the speed between nodes.
         """
-        size = np.asarray(size)
-        leaves = size * stride > self.devices_per_node
+        size, (_, across) = np.asarray(size), self.split_axis(size, stride)
         inside = self.inside.latency_s + num_bytes / (self.inside.bytes_per_s * inside_efficiency)
         between = self.between.latency_s + num_bytes / (self.between.bytes_per_s * between_efficiency)
-        return np.where(size == 1, 0.0, np.where(leaves, between, inside))[()]
+        return np.where(size == 1, 0.0, np.where(across > 1, between, inside))[()]

@@ -5,6 +5,7 @@ import datetime
 import numpy as np
 import pytest
 
+from jaxdist.errors import divisors
 from jaxdist.mesh import AXES
 from jaxdist.plan import hardware as h
 from jaxdist.plan.collective_cost import collective_cost
@@ -45,8 +46,23 @@ def test_split_axis_by_hand_and_in_columns():
     inside, across = EIGHT.split_axis(sizes, apart)
     assert inside.tolist() == [8, 2, 8, 1, 1] and across.tolist() == [1, 8, 8, 4, 1]
     assert EIGHT.link_of(sizes, apart).tolist() == ["inside", "both", "both", "between", "none"]
-    # Six ranks, three apart: eight devices hold two of them at most, so the axis leaves its node in groups of two.
-    assert [int(part) for part in EIGHT.split_axis(6, 3)] == [2, 3]
+    # Six ranks, three apart: 6 and 9 are neighbours in two nodes of eight, so no node has a pair in every group.
+    assert [int(part) for part in EIGHT.split_axis(6, 3)] == [1, 6]
+
+
+def test_an_axis_is_inside_a_node_where_all_of_its_groups_are():
+    for nodes, per_node in ((1, 6), (1, 8), (2, 6), (3, 8), (5, 8), (6, 4)):
+        cluster = Cluster(find_hardware("h100"), nodes, per_node)
+        devices = cluster.num_devices
+        for stride in divisors(devices):
+            for size in divisors(devices // stride):
+                inside, across = cluster.split_axis(size, stride)
+                groups = np.arange(devices).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size) // per_node
+                neighbours = groups.reshape(-1, across, inside)
+                assert (neighbours == neighbours[..., :1]).all()
+                assert (across == 1) == (groups == groups[:, :1]).all()
+                message = cluster.permute_seconds(size, stride, 1e9)
+                assert (message > 0.01) == (across > 1)  # 1 GB takes 2 ms inside a node and 20 ms between two
 
 
 def test_every_rank_of_an_axis_is_counted_once():
