@@ -359,10 +359,7 @@ def hardware_for(flags: PlanFlags) -> Accelerator:
     hardware = find_hardware(flags.hardware, flags.hardware_file)
     if flags.max_gib is not None:
         most = usable_bytes(Cluster(hardware)) / GIB
-        if not 0 < flags.max_gib <= most:
-            required = f"must be above 0 and at most {most:.4g}, what a plan may fill of {hardware.name}"
-            raise ConfigError(f"--max-gib {flags.max_gib:g}", required, f"Use --max-gib {most:.4g}")
-        hardware = replace(hardware, memory_gb=hardware.memory_gb * flags.max_gib / most)
+        hardware = replace(hardware, memory_gb=hardware.memory_gb * min(flags.max_gib / most, 1))
     if flags.matmul_dtype is not None:
         hardware.peak(flags.matmul_dtype)
     if flags.dtype not in hardware.peak_flops:
@@ -485,6 +482,12 @@ def cards_of(flags: PlanFlags) -> list[str]:
         ):
             if idle:
                 raise ConfigError(asked, required, instead)
+    if flags.max_gib is not None:
+        found = [Cluster(find_hardware(name, flags.hardware_file)) for name in names]
+        most, card = max((usable_bytes(each) / GIB, each.hardware.name) for each in found)
+        if not 0 < flags.max_gib <= most:
+            required = f"must be above 0 and at most {most:.4g}, what a plan may fill of {card}"
+            raise ConfigError(f"--max-gib {flags.max_gib:g}", required, f"Use --max-gib {most:.4g}")
     return names
 
 

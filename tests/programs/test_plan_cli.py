@@ -164,6 +164,13 @@ def test_cards_are_compared_in_the_dtype_of_their_products():
     assert "h100" in cards and "a100-80" not in cards
 
 
+def test_a_limit_of_memory_holds_on_cards_that_have_more():
+    flags = PlanFlags(model="gpt2-124m", hardware="any", max_gib=60.0)
+    assert {"a100-40", "h100"} <= set(cards_of(flags))
+    usable = [0.9 * ask(replace(flags, hardware=card)).hardware.memory_gb for card in ("a100-40", "h100")]
+    assert usable == pytest.approx([36, 60])
+
+
 def test_what_if_asks_the_questions_beside_it(capsys, tmp_path):
     args = ["--model", "gpt2-124m", "--global-batch", "64", "--nodes", "2", "--devices-per-node", "4"]
     found = recorded(capsys, tmp_path, *args, "--what-if")
