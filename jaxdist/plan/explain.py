@@ -188,7 +188,7 @@ def tensor_parallel(found: Scored, best: int, order: np.ndarray, attention: str,
     inside = found.cluster.link_of(tp, 1) == "inside"
     if not inside:
         taken = f"tp={tp} leaves the node: its collectives take {seconds(found.time.tp[best])} a step"
-        return [f"{taken}. A tp of {found.cluster.devices_per_node} or less stays inside one."]
+        return [f"{taken}. A tp that divides {found.cluster.devices_per_node} stays inside one."]
     apart = replace(found.cluster, devices_per_node=1, num_nodes=found.cluster.num_devices)
     other = _variant(found, best, attention, efficiency, cluster=apart)
     return [
