@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -437,14 +437,10 @@ def interruptible(run: Run, step: int, work: Callable[[], T]) -> T:
             done.set_exception(error)
 
     threading.Thread(target=to_end, daemon=True).start()
-    while True:
-        try:
-            return done.result(timeout=0.1)
-        except TimeoutError:
-            if done.done():
-                raise
-            if run.signals.number is not None:
-                raise Stopped(step, *run.stop_reason(), run.newest(), while_compiling=True) from None
+    while not wait([done], timeout=0.1).done:
+        if run.signals.number is not None:
+            raise Stopped(step, *run.stop_reason(), run.newest(), while_compiling=True)
+    return done.result()
 
 
 def print_resolved(run: Run) -> None:

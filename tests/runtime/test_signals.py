@@ -3,10 +3,13 @@
 import queue
 import signal
 import time
+from concurrent.futures import Future
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
+from experiments import train_setup
 from jaxdist.runtime.signals import Interrupts, Signals, use_default_sigint
 
 
@@ -44,3 +47,16 @@ def test_the_first_signal_is_heard_where_the_job_does_not_look():
     with Signals((signal.SIGUSR1,), heard=heard.put) as signals:
         signal.raise_signal(signal.SIGUSR1)
         assert heard.get(timeout=20) == "SIGUSR1" and signals.number == signal.SIGUSR1
+
+
+def test_work_that_ends_as_nobody_waits_for_it_is_done(monkeypatch):
+    class Late(Future):
+        def result(self, timeout=None):
+            found = super().result()
+            if timeout is not None:  # the time is over, and a moment later the work is done
+                raise TimeoutError
+            return found
+
+    monkeypatch.setattr(train_setup, "Future", Late)
+    run = SimpleNamespace(signals=SimpleNamespace(number=None))
+    assert train_setup.interruptible(run, 0, lambda: "compiled") == "compiled"
