@@ -40,7 +40,8 @@ class Agreement:
         if mine is not None and not self._said:
             self._said = True
             reason, code = mine
-            client.key_value_set(f"jaxdist/stop/{index}", f"{step + 2} {code} process {index}: {reason}")
+            said = f"{step + 2} {code} process {index}: {reason}"
+            client.key_value_set(f"jaxdist/stop/{index}", said, allow_overwrite=True)  # said before, and rolled back
         for _, text in client.key_value_dir_get("jaxdist/stop/"):
             last, code, reason = text.split(" ", 2)
             if step >= int(last):
