@@ -51,10 +51,12 @@ def bench_collectives(flags: BenchFlags, config: RunConfig, console: Console) ->
         if flags.only not in name:
             continue
         for size in flags.message_bytes:
-            if size < ITEMSIZE * num_ranks**2:
-                least = f"must be at least {ITEMSIZE * num_ranks**2}, a number for each pair of ranks"
-                raise ConfigError(f"--message-bytes {size}", least, "Use more")
-            local = input_bytes(size, num_ranks) // ITEMSIZE // num_ranks * num_ranks
+            least = ITEMSIZE * num_ranks**2  # a number for each pair of ranks
+            if size < least:
+                required = f"must be at least {least}, a number for each pair of ranks"
+                raise ConfigError(f"--message-bytes {size}", required, "Use more")
+            size = size // least * least  # what is sent, and named
+            local = input_bytes(size, num_ranks) // ITEMSIZE
             seconds = time_rounds(function, mesh, axis, local, flags.repeats)
             label = f"{name} {size:,} bytes on {num_ranks}"
             if devices.simulated:

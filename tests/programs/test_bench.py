@@ -14,7 +14,7 @@ import pytest
 from conftest import in_sample
 from support import programs
 
-from experiments.bench import kernels, parity, peers, speed, standin
+from experiments.bench import collectives, kernels, parity, peers, speed, standin
 from experiments.bench.__main__ import BENCHES
 from experiments.bench.flags import BenchFlags
 from experiments.bench.profile import own_seconds, own_time
@@ -88,6 +88,15 @@ def test_a_bench_prints_a_table_and_writes_rows(capsys, tmp_path, bench, args, w
     assert {"command", "date", "cpu", "python", "versions", "model"} <= set(record["header"])
     assert num_rows is None or len(record["rows"]) == num_rows
     assert record["rows"] and all(set(row) == KEYS for row in record["rows"])
+
+
+def test_a_message_is_as_long_as_its_row_says(monkeypatch):
+    sent = []
+    monkeypatch.setattr(collectives, "time_rounds", lambda f, mesh, axis, local, n: sent.append(local) or [1.0])
+    flags = BenchFlags(which="collectives", mesh="dp=2", message_bytes=(100,), device="cpu")
+    rows, _ = collectives.bench_collectives(flags, flags.run_config(), None)
+    inputs = dict(zip([row.name for row in rows], sent[::2], strict=True))  # each before a copy
+    assert inputs["all_reduce 96 bytes on 2"] == 24 and inputs["all_gather 96 bytes on 2"] == 12
 
 
 def test_time_inside_another_operation_is_not_its_own():
