@@ -439,7 +439,8 @@ def open_journal(out: Path, plan: dict) -> dict:
         if not (isinstance(journal.get("plan"), dict) and isinstance(journal.get("shards"), dict)):
             raise bad
         if journal["plan"] != plan:
-            different = ", ".join(name for name in plan if journal["plan"].get(name) != plan[name])
+            both = {**plan, **journal["plan"]}
+            different = ", ".join(name for name in both if journal["plan"].get(name) != plan.get(name))
             raise ConfigError(
                 asked_out,
                 f"must hold the beginning of the same preparation: {different} changed since",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from experiments import prepare as program
-from experiments.prepare import PrepareFlags, Range, cut_units, main, read_pieces
+from experiments.prepare import PrepareFlags, Range, cut_units, main, open_journal, read_pieces
 from jaxdist.data import tokens as tokens_module
 from jaxdist.data.batches import Corpus, load_corpus
 from jaxdist.data.prepared import JOURNAL, MANIFEST, check_prepared
@@ -397,6 +397,12 @@ def test_two_preparations_do_not_share_a_folder(text, tmp_path):
         refused("is using it", out=str(out), **flags)
     run(out=str(out), **flags)
     assert not (out / LOCK).exists()
+
+
+def test_what_a_preparation_has_no_more_is_named(tmp_path):
+    open_journal(tmp_path, {"shard_mb": 1, "supervised": True})
+    with pytest.raises(ConfigError, match="preparation: supervised changed since"):
+        open_journal(tmp_path, {"shard_mb": 1})
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"plan": 1, "shards": {}}'])
