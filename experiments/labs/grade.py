@@ -12,7 +12,8 @@ import json
 import math
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -92,7 +93,7 @@ def functions_of(path: str) -> dict[str, Callable]:
         run_theirs(path, partial(spec.loader.exec_module, module))
     except Refused as refused:
         raise ConfigError(path, f"must run, and {refused.fault.text}", "Correct it") from refused
-    found = {name: getattr(module, name) for name in TASKS if inspect.isfunction(getattr(module, name, None))}
+    found = {name: getattr(module, name) for name in TASKS if callable(getattr(module, name, None))}
     if not found:
         raise ConfigError(
             path, f"must define one of {', '.join(TASKS)}", f"Begin with a --template of {next(iter(TASKS))}"
@@ -109,16 +110,24 @@ def run_theirs(path: str, function: Callable, *args):
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
-        return function(*args)
+        with their_fault(path):
+            return function(*args)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def their_fault(path: str) -> Iterator[None]:
+    """Raises: Refused for whatever is raised within."""
+    try:
+        yield
     except Refused:
         raise
     except (Exception, SystemExit) as error:
         where = "" if (line := line_of(path, error)) is None else f"line {line}: "
         said = "it is not written yet" if isinstance(error, NotImplementedError) else reason_of(error)
         raise Refused("raised", f"{where}{type(error).__name__}: {said}") from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def line_of(path: str, error: BaseException) -> int | None:
@@ -175,10 +184,13 @@ def judge_on_ranks(task: OnRanks, function: Callable, path: str, scores: dict[st
             args = tuple(stacked(each, how, n) for each, how in zip(whole, task.arguments.values(), strict=True))
             if compiled is None:
                 traced = run_theirs(path, run.trace, args)
-                refuse_endless(traced.jaxpr)
-                programs[n], compiled = traced.jaxpr, traced.lower().compile()
+                refuse_what_cannot_run(traced.jaxpr, n)
+                with their_fault(path):
+                    programs[n], compiled = traced.jaxpr, traced.lower().compile()
             right = on_one(*whole)
-            compare(task, compiled(args), right if len(task.results) > 1 else (right,), n)
+            with their_fault(path):
+                found = jax.block_until_ready(compiled(args))
+            compare(task, found, right if len(task.results) > 1 else (right,), n)
     for n, jaxpr in programs.items():
         judge_sent(task, jaxpr, n, scores)
 
@@ -250,9 +262,14 @@ def likeness(got: np.ndarray, wanted: np.ndarray, rank: int) -> str:
     return f"what rank {others[0]} should have" if others else ""
 
 
-def refuse_endless(jaxpr) -> None:
-    """Refuse what may not end: a loop of unknown length, or a collective that some ranks come to and others do not."""
+def refuse_what_cannot_run(jaxpr, n: int) -> None:
+    """Refuse what may not end (a loop of unknown length, or a collective that some ranks come to and others do not),
+    and messages of ranks that are not there."""
     for eqn, *_ in equations(jaxpr):
+        pairs = eqn.params["perm"] if eqn.primitive.name == "ppermute" else ()
+        if strange := [rank for pair in pairs for rank in pair if not 0 <= rank < n]:
+            text = f"{source_of(eqn)} has a message of rank {strange[0]}, and ranks are 0 to {n - 1}"
+            raise Refused("collective", text, ranks=n)
         if eqn.primitive.name == "while":
             raise Refused("endless", f"{source_of(eqn)} loops until something holds: use a loop of known length")
     if branches_differ(jaxpr):

@@ -96,6 +96,19 @@ WRONG = {
         ROUND_AND_ROUND,
         "bytes/3",
     ),
+    "a message that goes past the last rank": (
+        "all_reduce",
+        None,
+        ROUND_AND_ROUND.replace("(rank + 1) % n", "rank + 1"),
+        "collective/2",
+    ),
+    "two messages for one rank": ("all_reduce", None, ROUND_AND_ROUND.replace("(rank + 1) % n", "0"), "raised"),
+    "what fails as it runs": (
+        "newton_schulz",
+        None,
+        "def newton_schulz(x, axis):\n    return jax.pure_callback(lambda x: 1 / 0, x, x)",
+        "raised",
+    ),
     "a transpose without a gather": (
         "reduce_scatter",
         "        dx = dx.at[(me - step) % n].set(part)\n",
@@ -242,10 +255,11 @@ def outcome(capsys, *args: str) -> tuple[int, str, str]:
 def test_a_file_is_judged_and_what_passes_is_written_down(capsys, tmp_path):
     mine, results = tmp_path / "mine.py", tmp_path / "results.jsonl"
     text = "from experiments.labs.solutions import less_bubble\n\n\ndef one_f_one_b(p, m):\n    return 1 // 0\n"
+    text += "import jax\n\nstate_bytes = jax.jit(lambda parameters, **setting: parameters)\n"  # no plain function
     mine.write_text(text, encoding="utf-8")
     code, out, _ = outcome(capsys, str(mine), "--out", str(results))
     assert code == 1 and re.search(r"one_f_one_b +refused", out) and re.search(r"less_bubble +right", out)
-    assert "one_f_one_b: line 5: ZeroDivisionError" in out
+    assert "one_f_one_b: line 5: ZeroDivisionError" in out and re.search(r"state_bytes +refused", out)
     (line,) = map(json.loads, results.read_text(encoding="utf-8").splitlines())
     assert line["task"] == "less_bubble" and line["% bubble"] == 12.5
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0, "a clock that would end the process later"
