@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import MeshShape
 from jaxdist.models.attention_choice import LONG
 from jaxdist.plan import explain
@@ -446,10 +446,11 @@ def report_layout(flags: PlanFlags, question: Question) -> Plan:
     devices = config.parallel.mesh.num_devices
     cluster = cluster_of_mesh(flags, question.hardware, devices)
     if devices != cluster.num_devices:
+        whole = max(size for size in divisors(devices) if size <= cluster.devices_per_node)
         raise ConfigError(
             f"--mesh {config.parallel.mesh} on {cluster.num_nodes} nodes of {cluster.devices_per_node}",
             f"there must be as many ranks as devices: {devices} and {cluster.num_devices}",
-            "Leave --nodes out, or use a mesh of as many ranks",
+            f"Add --devices-per-node {whole}, or use a mesh of as many ranks",
         )
     start = time.perf_counter()
     found = score(config, Candidates.of(config), cluster, question.attention, question.efficiency)

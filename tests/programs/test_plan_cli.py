@@ -256,6 +256,7 @@ REFUSED = [
     (["--nodes", "1000000000"], ["--nodes 1e+09", "1,048,576"]),
     ([*SMALL, "--json", "/dev/full"], ["--json '/dev/full': it cannot be written", "No space"]),
     (["--model", "tiny", "--mesh", "pp=1000"], ["--mesh pp=1000", "smaller pp"]),
+    (["--model", "tiny", "--mesh", "dp=12"], ["2 nodes of 8", "Add --devices-per-node 6"]),
     ([*SMALL, "--dtype", "float64"], ["--dtype float64", "Use float32 or bfloat16 or float16", "`train` takes"]),
     ([*RUN, "--vendor", "acme"], ["vendor 'acme'", "among aws"]),
     ([*RUN, "--vendor", "acme", "--hardware", "any"], ["vendor 'acme'", "among aws"]),
