@@ -31,7 +31,7 @@ from jaxdist.plan.recipe import (
     warmup_steps,
 )
 from jaxdist.plan.search import MOST_WITHIN, WITHIN, Fixed, Scored, usable_bytes
-from jaxdist.plan.time_model import Efficiency, efficiency_of, read_efficiency
+from jaxdist.plan.time_model import Efficiency, calibrated, read_efficiency
 from jaxdist.strategy import CP_KINDS, TP_RINGS, Dtype
 
 from .cli import PLACEHOLDERS, CommonFlags, ModelName, flag_word, refuse_ignored
@@ -294,7 +294,7 @@ def cluster_of_mesh(flags: PlanFlags, hardware: Accelerator, devices: int) -> Cl
 
 
 def efficiency_for(flags: PlanFlags, hardware: Accelerator) -> Efficiency:
-    found = read_efficiency(flags.efficiencies) if flags.efficiencies else efficiency_of(hardware.name)
+    found = read_efficiency(flags.efficiencies) if flags.efficiencies else calibrated(hardware)
     return replace(found, matmul_dtype=flags.matmul_dtype or found.matmul_dtype)
 
 

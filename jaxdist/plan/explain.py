@@ -23,7 +23,7 @@ from jaxdist.plan.search import (
     score,
     usable_bytes,
 )
-from jaxdist.plan.time_model import Efficiency, efficiency_of
+from jaxdist.plan.time_model import UNCALIBRATED, Efficiency, calibrated
 from jaxdist.strategy import TP_RINGS, ParallelConfig
 
 STATE = ("parameters", "gradients", "optimizer")
@@ -298,8 +298,9 @@ def pipeline(found: Scored, best: int) -> list[str]:
 def error_bar(found: Scored, index: int, efficiency: Efficiency) -> str:
     total, error = float(found.time.total[index]), float(found.time.error[index])
     hardware = found.cluster.hardware
-    guessed = "" if hardware.calibrated else ", and none of any program: its efficiencies are guesses"
-    measured = hardware.measured if efficiency == efficiency_of(hardware.name) else ""
+    fitted = efficiency.stack != UNCALIBRATED.stack
+    guessed = "" if fitted else ", and none of any program: its efficiencies are guesses"
+    measured = hardware.measured if efficiency == calibrated(hardware) else ""
     known = measured or f"no run of this program on this hardware has been calibrated{guessed}"
     low = f"{seconds(total * (1 - error))} to" if error < 1 else "at most"
     return (

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxdist.errors import ConfigError
 from jaxdist.plan.formulas import bubble_over_ideal, remat_columns
-from jaxdist.plan.hardware import Cluster, load_hardware, read_toml, strides
+from jaxdist.plan.hardware import Accelerator, Cluster, load_hardware, read_toml, strides
 
 Number = Any  # a Python number, or a numpy array of them
 
@@ -100,7 +100,15 @@ UNCALIBRATED = Efficiency()
 def efficiency_of(accelerator: str) -> Efficiency:
     """What published programs reach on an accelerator of that name; the guesses where none was measured."""
     known = load_hardware().get(accelerator)
-    return EFFICIENCIES[known.calibrated] if known and known.calibrated else UNCALIBRATED
+    return calibrated(known) if known else UNCALIBRATED
+
+
+def calibrated(hardware: Accelerator) -> Efficiency:
+    """The constants that an entry of a hardware table names. Raises: ConfigError where there are none of that name."""
+    if hardware.calibrated and hardware.calibrated not in EFFICIENCIES:
+        given = f"[accelerators.{hardware.name}] calibrated={hardware.calibrated!r}"
+        raise ConfigError(given, f"must be one of {', '.join(EFFICIENCIES)}", "Leave it out, or use --efficiencies")
+    return EFFICIENCIES.get(hardware.calibrated, UNCALIBRATED)
 
 
 def read_efficiency(path: str | Path) -> Efficiency:

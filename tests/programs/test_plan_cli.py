@@ -19,6 +19,7 @@ from experiments.plan_page import page
 from experiments.plan_question import PlanFlags, ask, cards_of
 from experiments.train import TrainFlags
 from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.plan.hardware import find_hardware
@@ -169,6 +170,19 @@ def test_a_limit_of_memory_holds_on_cards_that_have_more():
     assert {"a100-40", "h100"} <= set(cards_of(flags))
     usable = [0.9 * ask(replace(flags, hardware=card)).hardware.memory_gb for card in ("a100-40", "h100")]
     assert usable == pytest.approx([36, 60])
+
+
+def test_constants_of_a_card_of_ones_own_are_those_that_it_names(tmp_path):
+    path, known = tmp_path / "mine.toml", find_hardware("h100")
+    words = {name: getattr(known, name) for name in ("title", "memory_gb", "memory_bytes_per_s", "devices_per_node")}
+    words |= {"inside": "pcie4", "between": known.between.name, "source": "mine", "calibrated": "h100-published"}
+    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in words.items())
+    path.write_text(f"[accelerators.mine]\n{lines}date = 2026-11-21\npeak_flops = {{bfloat16 = 989e12}}\n")
+    flags = PlanFlags(model="gpt2-124m", hardware="mine", hardware_file=str(path))
+    assert ask(flags).efficiency.stack == "h100-published"
+    path.write_text(path.read_text().replace("h100-published", "h100"))
+    with pytest.raises(ConfigError, match=r"calibrated='h100'.* must be one of h100-published"):
+        ask(flags)
 
 
 def test_what_if_asks_the_questions_beside_it(capsys, tmp_path):
