@@ -26,7 +26,7 @@ from jaxdist.errors import ConfigError, require_within
 from jaxdist.files import write_whole
 from jaxdist.parallel import collectives as comm
 from jaxdist.plan.hardware import find_hardware
-from jaxdist.plan.time_model import FUSED_BACKWARD, Efficiency, efficiency_of
+from jaxdist.plan.time_model import FUSED_BACKWARD, Efficiency, calibrated
 from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 
 from .progress import Progress
@@ -67,7 +67,7 @@ def main(flags: CalibrateFlags, console: Console) -> None:
         raise ConfigError(f"--out {flags.out}", "there is no such folder", "Make it, or name another file")
     devices = acquire_devices(1, flags.device).devices
     local = [device for device in jax.local_devices() if device.platform == devices[0].platform]
-    before = efficiency_of(hardware.name)
+    before = calibrated(hardware)
     measure = partial(seconds, repeats=flags.repeats)
     with jax.default_device(local[0]), Progress("measuring"):
         found = fitted(matmul_curve(measure, flags.size, flags.dtype, peak)) | {
