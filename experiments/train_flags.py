@@ -137,13 +137,11 @@ class TrainFlags(CommonFlags, FileFlags, ProcessFlags):
         for name, most in COUNTS.items():
             if (value := getattr(self, name)) is not None:
                 require_positive(name, value, most)
-        for package, flag in (
-            ("prometheus_client", "metrics_port"),
-            ("tensorboardX", "tensorboard"),
-            ("wandb", "wandb"),
-        ):
+        for package, flag in (("prometheus_client", "metrics_port"), ("tensorboardX", "tensorboard")):
             if getattr(self, flag) not in (None, False):
                 exporters.require_package(package, flag_word(flag, None))
+        if self.wandb is not None:
+            exporters.wandb_settings(self.wandb)
         for refused in self._refused():
             raise ConfigError(*refused)
 

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from jaxdist.commands import install_text
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, reason_of
 from jaxdist.runtime import expert_load, processes
 from jaxdist.runtime.gpus import GPU
 from jaxdist.runtime.telemetry import PARTS, DeviceMemory
@@ -158,12 +158,21 @@ class TensorBoard:
             self._writer.close()
 
 
+def wandb_settings(project: str) -> Any:
+    """Raises: ConfigError where the package is not installed, or has no project of that name."""
+    wandb = require_package("wandb", "--wandb")
+    try:
+        return wandb.Settings(project=project, silent=True, x_disable_stats=True, console="off")
+    except wandb.Error as error:
+        required = f"must be the name of a project ({reason_of(error)})"
+        raise ConfigError(f"--wandb {project}", required, "Use another name") from error
+
+
 class WeightsAndBiases:
     """An offline run in a folder, written by the first process; `wandb sync` sends it."""
 
     def __init__(self, folder: Path, project: str, config: Mapping):
-        wandb = require_package("wandb", "--wandb")
-        settings = wandb.Settings(silent=True, x_disable_stats=True, console="off")
+        wandb, settings = require_package("wandb", "--wandb"), wandb_settings(project)
         self._run = wandb.init(project=project, dir=str(folder), mode="offline", config=dict(config), settings=settings)
 
     def write(self, record: Mapping, memory: Sequence[DeviceMemory], gpus: Sequence[GPU]) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -17,6 +18,7 @@ from support.programs import run
 from support.records import record
 
 from experiments.launch import free_port
+from experiments.train_flags import TrainFlags
 from jaxdist.errors import ConfigError
 from jaxdist.runtime import exporters, gpus
 from jaxdist.runtime.telemetry import DeviceMemory
@@ -66,6 +68,16 @@ def test_an_offline_run_of_weights_and_biases(tmp_path):
     writer.write(record(1), [], [])
     writer.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_a_project_that_weights_and_biases_refuses_is_refused_before_anything_is_made(monkeypatch):
+    def refuses(project, **_):
+        raise Refusal(f"Invalid project name {project!r}")
+
+    Refusal = type("Refusal", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Error=Refusal, Settings=refuses))
+    with pytest.raises(ConfigError, match=r"--wandb a/b: must be the name of a project \(Invalid project name 'a/b'"):
+        TrainFlags(wandb="a/b", out="runs/a").check()
 
 
 DASHBOARD = json.loads((ROOT / "cluster/dashboard.json").read_text())
