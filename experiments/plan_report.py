@@ -155,7 +155,10 @@ def fastest_words(plan: Plan) -> list[str]:
     seconds, first = plan.found.time.total, int(rank(plan.found)[0])
     if not plan.fits or seconds[first] >= seconds[plan.best]:
         return []
-    words, gain = layout_words(row_layout(plan.found, first)), 1 - float(seconds[first] / seconds[plan.best])
+    fastest, planned = (row_layout(plan.found, index) for index in (first, plan.best))
+    words, gain = layout_words(fastest), 1 - float(seconds[first] / seconds[plan.best])
+    if words == layout_words(planned):
+        words += f", micro-batches of {fastest['rows']} in {gib(float(plan.found.memory.total[first]))} a device"
     return [f"The fastest is less simple and {gain:.1%} faster: {words}."]
 
 

@@ -17,6 +17,7 @@ from experiments.cli import flags_of
 from experiments.plan_answers import ideal_hours
 from experiments.plan_page import page
 from experiments.plan_question import PlanFlags, ask, cards_of
+from experiments.plan_report import Plan, fastest_words
 from experiments.train import TrainFlags
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError
@@ -24,6 +25,7 @@ from jaxdist.mesh import MeshShape
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.plan.hardware import find_hardware
 from jaxdist.plan.recipe import GPT3_RATES, checkpoint_every, learning_rate, warmup_steps
+from jaxdist.plan.search import Candidates, score
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
 SMALL = ["--model", "tiny", "--hardware", "h100", "--nodes", "1", "--global-batch", "64"]
@@ -183,6 +185,15 @@ def test_constants_of_a_card_of_ones_own_are_those_that_it_names(tmp_path):
     path.write_text(path.read_text().replace("h100-published", "h100"))
     with pytest.raises(ConfigError, match=r"calibrated='h100'.* must be one of h100-published"):
         ask(flags)
+
+
+def test_layouts_that_differ_in_the_micro_batch_alone_are_told_apart():
+    question = ask(PlanFlags(model="gpt2-124m", devices_per_node=1, batch_size=64))
+    rows = [replace(question.base, parallel=ParallelConfig(accumulate=n)) for n in (64, 1)]
+    layouts = Candidates.join([Candidates.of(row) for row in rows])
+    found = score(question.base, layouts, question.cluster(1), "cudnn")
+    plan = Plan(question, found, 2, 2, [[0]], [], [], 0.0)
+    assert re.search(r"faster: 1 device, micro-batches of 64 in [\d.]+ GiB a device", *fastest_words(plan))
 
 
 def test_what_if_asks_the_questions_beside_it(capsys, tmp_path):
