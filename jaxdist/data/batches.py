@@ -246,14 +246,16 @@ class Batches:
             if value < least:
                 raise ConfigError(f"{name}={value}", f"must be at least {least}", f"Use {name}={least} or more.")
         _ = self.end_of_document  # refuses data that does not say
-        for source, share, num_windows in zip(self.corpus.sources, self.corpus.shares, self.num_windows, strict=True):
-            rows = math.ceil(self.batch_size * share)  # of one batch, at most
+        mixture = self.corpus.mixture
+        for source, each, num_windows in zip(self.corpus.sources, mixture.shares, self.num_windows, strict=True):
+            share = Fraction(each, mixture.period)
+            rows = math.ceil(self.batch_size * share)  # of the first batch, at most
             if num_windows < rows:
                 self._refuse_short(source, share, rows, num_windows)
             if source.train.masks and not any((chunk >= 0).any() for chunk in source.train.chunks(SAMPLED_CHUNKS)):
                 _refuse_masked("training", source)
 
-    def _refuse_short(self, source: Source, share: float, rows: int, num_windows: int):
+    def _refuse_short(self, source: Source, share: Fraction, rows: int, num_windows: int):
         usable = max(len(source.train) - 1, 0)
         smaller = [
             f"{name}={most} or less"
@@ -355,8 +357,9 @@ def held_out_batches(
 
 def first_batches(batches: Batches, most: int = EVAL_WINDOWS) -> list[GlobalBatch]:
     """The first `most` windows that training looks at, in batches; no window after them counts."""
-    shares = zip(batches.num_windows, batches.corpus.shares, strict=True)
-    once = int(min(windows / share for windows, share in shares))  # before any source begins again
+    mixture = batches.corpus.mixture
+    found = zip(batches.num_windows, mixture.shares, strict=True)
+    once = min(windows * mixture.period // share for windows, share in found)  # before any source begins again
     texts = [partial(batches.window, sample) for sample in range(min(most, once))]
     return _batches_of(texts, batches.batch_size, batches.seq_len, batches.end_of_document)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxdist.data.batches import Batches, Corpus, Source, held_out_batches
+from jaxdist.data.batches import Batches, Corpus, Source, first_batches, held_out_batches
 from jaxdist.data.order import epoch_keys, make_mixture, shuffled
 from jaxdist.data.tokens import Part, Tokens
 from jaxdist.errors import ConfigError
@@ -321,3 +321,14 @@ def test_a_source_needs_only_its_rows_of_a_batch():
     Batches(corpus_of(large, small, weights=[7, 1]), 8, 64, seed=0)
     with pytest.raises(ConfigError, match=r"257 tokens.*there are 65 in source 1.*batch_size=2 "):
         Batches(corpus_of(large, small), 8, 64, seed=0)
+
+
+def test_a_source_that_fills_its_share_exactly_is_enough():
+    """As floats 100 x 0.07 is above 7, and 57 / 0.57 below 100."""
+    corpus = corpus_of(np.arange(8), np.arange(1000), weights=[7, 93])
+    assert Batches(corpus, batch_size=100, seq_len=1, seed=0).num_windows == [7, 999]
+    with pytest.raises(ConfigError, match="Use batch_size=100 or less"):
+        Batches(corpus, batch_size=101, seq_len=1, seed=0)
+    corpus = corpus_of(np.arange(58), np.arange(1000), weights=[57, 43])
+    looked_at = first_batches(Batches(corpus, batch_size=1, seq_len=1, seed=0), most=1000)
+    assert len(looked_at) == 100
