@@ -466,10 +466,10 @@ def cards_of(flags: PlanFlags) -> list[str]:
     names, asked = list(dict.fromkeys(flags.hardware.split(","))), f"--hardware {flags.hardware}"
     if flags.hardware == "any":
         listed, remedy = load_prices(flags.price_file), "Add it in your own price file"
-        prices = None if flags.vendor is None else nearest(flags.vendor, listed, "vendor", remedy)
+        prices = None if flags.vendor is None else set(map(str.lower, nearest(flags.vendor, listed, "vendor", remedy)))
         table = load_hardware(flags.hardware_file)
         needed = {flags.dtype, flags.matmul_dtype or flags.dtype}
-        names = [n for n in table if needed <= table[n].peak_flops.keys() and (prices is None or n in prices)]
+        names = [n for n in table if needed <= table[n].peak_flops.keys() and (prices is None or n.lower() in prices)]
         if not names:
             raise ConfigError(asked, f"a card must have a price and a peak for {flags.dtype}", "Name one card")
     if len(names) > 1:

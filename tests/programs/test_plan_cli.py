@@ -196,6 +196,13 @@ def test_layouts_that_differ_in_the_micro_batch_alone_are_told_apart():
     assert re.search(r"faster: 1 device, micro-batches of 64 in [\d.]+ GiB a device", *fastest_words(plan))
 
 
+def test_a_card_in_capitals_has_its_price_among_several(tmp_path):
+    path = tmp_path / "prices.toml"
+    path.write_text("[mine]\nH100 = 2.0\nh200 = 3.0\ndate = 2026-11-01\n")
+    flags = PlanFlags(model="gpt2-124m", hardware="any", vendor="mine", price_file=str(path), tokens=1e9)
+    assert cards_of(flags) == ["h100", "h200"]
+
+
 def test_what_if_asks_the_questions_beside_it(capsys, tmp_path):
     args = ["--model", "gpt2-124m", "--global-batch", "64", "--nodes", "2", "--devices-per-node", "4"]
     found = recorded(capsys, tmp_path, *args, "--what-if")
