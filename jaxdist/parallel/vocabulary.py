@@ -22,10 +22,15 @@ def vocab_parallel_embedding(tokens_BT: jax.Array, table_VD: jax.Array, sp: bool
     Sends: as `leave`, once a micro-batch.
     Source: arXiv 1909.08053, section 3.
     """
-    local_BT = tokens_BT - comm.rank(tensor.AXIS) * table_VD.shape[0]
+    local_BT = _from_own_first(tokens_BT, table_VD.shape[0])
     owned_BT = (local_BT >= 0) & (local_BT < table_VD.shape[0])
     rows_BTD = look_up(table_VD.shape[0], table_VD, jnp.where(owned_BT, local_BT, 0))
     return tensor.leave(jnp.where(owned_BT[..., None], rows_BTD, 0), sp)
+
+
+def _from_own_first(tokens: jax.Array, num_local: int) -> jax.Array:
+    """Tokens counted from this rank's first row; in 32 bits, since the 256 of a table is 0 as a uint8."""
+    return tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32)) - comm.rank(tensor.AXIS) * num_local
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -102,7 +107,7 @@ def _softmax_forward(vocab_size: int, one_pass: bool, logits_RV: jax.Array, targ
     own_peak_R, total_R = peak_and_total(one_pass, wide_RV)
     peak_R = comm.all_reduce_max(own_peak_R, tensor.AXIS)
     num_columns = logits_RV.shape[1]
-    local_R = targets_R - comm.rank(tensor.AXIS) * num_columns
+    local_R = _from_own_first(targets_R, num_columns)
     owned_R = (local_R >= 0) & (local_R < num_columns)
     picked_R = jnp.take_along_axis(wide_RV, jnp.where(owned_R, local_R, 0)[:, None], axis=-1)[:, 0]
     total_R *= jnp.exp(own_peak_R - peak_R)

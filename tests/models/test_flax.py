@@ -159,6 +159,16 @@ def test_dropout_needs_a_key_and_is_that_of_a_run():
     assert abs(dropped - float(module.loss(inputs, targets))) > 1e-3
 
 
+@pytest.mark.parametrize(("dtype", "vocab_size"), [("uint8", 256), ("int8", 128), ("uint16", 2**16)])
+def test_tokens_are_of_any_integers(dtype, vocab_size):
+    """Also of those in which the number of rows of the table is 0."""
+    config = dataclasses.replace(GPT, num_layers=1, vocab_size=vocab_size)
+    module, tokens = GPT2(config, rngs=nnx.Rngs(0)), jnp.arange(32).reshape(2, 16)
+    narrow = tokens.astype(dtype)
+    np.testing.assert_array_equal(module(narrow), module(tokens))
+    assert float(module.loss(narrow, narrow)) == float(module.loss(tokens, tokens))
+
+
 def test_wrong_use_is_refused():
     module, batch = GPT2(dataclasses.replace(GPT, dropout=0.3), rngs=nnx.Rngs(0)), batch_of(GPT)
     with pytest.raises(ConfigError, match="number the rows"):
