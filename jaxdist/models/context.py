@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax, random
 
+from jaxdist.errors import ConfigError
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import tensor, vocabulary
 from jaxdist.parallel.chunked_loss import cross_entropy_in_chunks
@@ -187,7 +188,13 @@ class Context:
         return places_T - jnp.take(self.starts_BT, places_T, axis=1)
 
     def position_rows(self, table_TD: jax.Array, num_local: int) -> jax.Array:
-        """The rows of a table of learned positions for the local tokens: [T, D], or [B, T, D]."""
+        """The rows of a table of learned positions for the local tokens: [T, D], or [B, T, D].
+
+        Raises: ConfigError for a sequence longer than the table."""
+        length = num_local * comm.size(self.sequence_axes)
+        if self.cache is None and length > len(table_TD):
+            required = f"must have at most {len(table_TD)}: the model has learned no more positions"
+            raise ConfigError(f"a sequence of {length} tokens", required, "Cut it, or use a larger seq_len")
         positions = self.positions(num_local)
         if positions.ndim > 1 or self.split.ranks > 1:
             return vocabulary.look_up(len(table_TD), table_TD, positions)

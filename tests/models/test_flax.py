@@ -173,6 +173,8 @@ def test_wrong_use_is_refused():
     module, batch = GPT2(dataclasses.replace(GPT, dropout=0.3), rngs=nnx.Rngs(0)), batch_of(GPT)
     with pytest.raises(ConfigError, match="number the rows"):
         module(batch["inputs"], Context(key=jax.random.key(0)))
+    with pytest.raises(ConfigError, match=rf"{GPT.seq_len + 1} tokens.*at most {GPT.seq_len}"):
+        module(jnp.zeros((1, GPT.seq_len + 1), jnp.int32))
 
     @dataclasses.dataclass(frozen=True)
     class Unstacked(type(GPT)):
