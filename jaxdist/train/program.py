@@ -95,13 +95,35 @@ class Program:
         """The global batch -> device arrays, each rank getting its rows.
 
         batch: the arrays of a `Batch` by name, on the host, or a `GlobalBatch`, of which a process reads its own rows.
+        Raises: ConfigError for arrays of other names or shapes than a step takes, or tokens beyond the vocabulary.
         """
+        if not isinstance(batch, GlobalBatch):
+            self._require_fits(batch)
         read = batch.read if isinstance(batch, GlobalBatch) else lambda rows: {k: x[rows] for k, x in batch.items()}
 
         def array(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
             return jax.make_array_from_callback(like.shape, like.sharding, lambda at: read(at[0])[name])
 
         return Batch(**{name: array(name, x) for name, x in self.abstract_batch()._asdict().items() if x is not None})
+
+    def _require_fits(self, batch: Mapping) -> None:
+        wanted = {name: x.shape for name, x in self.abstract_batch()._asdict().items() if x is not None}
+        found = {name: np.shape(x) for name, x in batch.items()}
+        if found != wanted:
+            raise ConfigError(
+                f"a batch of {found}",
+                f"must be {wanted}: batch_size rows of seq_len tokens, with starts exactly where mask_documents is set",
+                "Make another, or another RunConfig",
+            )
+        most = self.config.model.vocab_size - 1
+        for name, least in (("inputs", 0), ("targets", None)):
+            tokens = np.asarray(batch[name])
+            if tokens.max() > most or (least is not None and tokens.min() < least):
+                raise ConfigError(
+                    f"a batch with {name} from {tokens.min()} to {tokens.max()}",
+                    f"must be tokens of the vocabulary, at most {most}; only targets may be below 0, and do not count",
+                    "Use the model's tokenizer, or a larger vocab_size",
+                )
 
     def compile_step(self, compiler_options: dict[str, Value] | None = None) -> jax.stages.Compiled:
         """Compile the step ahead of time, with options of XLA for the step alone.
@@ -177,7 +199,8 @@ def build_program(
     recorder: Recorder | None = None,
     draws_choices: bool = False,
 ) -> Program:
-    """All functions of a run on `mesh`. An abstract mesh gives a program that can be traced but not run.
+    """All functions of a run on `mesh`, `make_mesh(config.parallel.mesh, devices)`. An abstract mesh gives a program
+    that can be traced but not run.
 
     optimizer: in place of `config.optimizer`, clipping, weight decay and schedule included, none of which is then used;
     metrics have no "lr". It is called on shards: see `jaxdist.train.leaf_needs` and `clip_by_global_norm`. An update
@@ -192,6 +215,13 @@ def build_program(
             "overlap=True with a fault injected into a gradient",
             "it must be injected before gradients are summed over ranks, and overlap sums them during backward",
             "Leave overlap out of this run",
+        )
+    shape = config.parallel.mesh
+    if dict(mesh.shape) != dict(zip(AXES, shape.sizes, strict=True)):
+        raise ConfigError(
+            f"a mesh with the axes {dict(mesh.shape)}",
+            f"must have {', '.join(AXES)}, of the sizes that the configuration's {shape} gives them",
+            "Make it with make_mesh(config.parallel.mesh, devices)",
         )
     layout = make_layout(config.model, config.parallel, config.part_layers)
     platform = platform_of(mesh)

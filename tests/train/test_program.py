@@ -317,6 +317,31 @@ def test_a_rank_reads_its_own_rows_of_a_batch():
     assert (np.asarray(batch.inputs)[:, 0] == np.arange(2 * half)).all()
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda b: {name: np.concatenate([x, x]) for name, x in b.items()}, r"'inputs': \(16, 32\).*\(8, 32\)"),
+        (lambda b: {name: x for name, x in b.items() if name != "rows"}, "must be .*'rows'"),
+        (lambda b: b | {"starts": 0 * b["inputs"]}, "mask_documents"),
+        (lambda b: b | {"inputs": b["inputs"] - 1}, "inputs from -1"),
+        (lambda b: b | {"targets": 300 + 0 * b["targets"]}, "targets from 300 to 300.*at most 249"),
+    ],
+)
+def test_a_batch_that_is_not_the_run_s_is_refused(change, match):
+    config = RunConfig(PRESETS["proof"], ParallelConfig(MeshShape(dp=2)), batch_size=8)
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    tokens = np.arange(8 * 32).reshape(8, 32) % 250
+    with pytest.raises(ConfigError, match=match):
+        program.put(change({"inputs": tokens, "targets": tokens, "rows": np.arange(8)}))
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, dict.fromkeys(("pp", "replica", "dp", "ep", "cp", "tp"), 1)])
+def test_a_mesh_that_is_not_the_configuration_s_is_refused(axes):
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=DEVICES[: math.prod(axes.values())])
+    with pytest.raises(ConfigError, match="make_mesh"):
+        build_program(RunConfig(PRESETS["proof"], ParallelConfig(MeshShape(dp=2)), batch_size=8), mesh)
+
+
 def test_a_state_that_the_compiler_would_hold_twice_is_refused():
     config = BY_NAME["dp2-tp2"].run_config()
     program = build_program(config, make_mesh(config.parallel.mesh, DEVICES))
