@@ -86,7 +86,9 @@ def is_param(x) -> bool:
 
 def named_params(tree: Tree) -> list[tuple[str, Param]]:
     """(path, parameter) of every leaf, the path as in `blocks.attention.w_out`."""
-    return [
-        (".".join(entry.key for entry in path), leaf)
-        for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_param)
-    ]
+    return [(joined(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_param)]
+
+
+def joined(path: jax.tree_util.KeyPath) -> str:
+    """The name of a leaf. Keys of a list's members are numbers."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -14,7 +14,7 @@ from jaxdist.mesh import AXES, AXIS_OF_DIM, MAY_STAY_WHOLE, STATE_AXES, WORK_AXE
 from jaxdist.models.base import Model, declare
 from jaxdist.models.traced import parts_using
 from jaxdist.parallel.pipeline.schedules import Schedule
-from jaxdist.params import STACKED, Param, is_param, named_params
+from jaxdist.params import STACKED, Param, is_param, joined, named_params
 from jaxdist.specs import drop_unit_axes
 from jaxdist.strategy import ParallelConfig
 
@@ -33,7 +33,7 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
         ends = tuple(sorted({schedule.place(part)[0] for part in (0, len(part_layers) - 1)}))
 
     def place(path, param) -> Leaf:
-        name = ".".join(entry.key for entry in path)
+        name = joined(path)
         in_layers, uses = name in stacked, used_in.get(name, frozenset())
         shared = ends if len(uses) > 1 else ()
         spec = tuple(spec_of(param, parallel))

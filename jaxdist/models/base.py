@@ -19,7 +19,7 @@ from jax import random
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AXIS_OF_DIM, MAY_STAY_WHOLE
 from jaxdist.models.context import Batch, Context
-from jaxdist.params import STACKED, Param, Tree, is_param, named_params
+from jaxdist.params import STACKED, Param, Tree, is_param, joined, named_params
 from jaxdist.strategy import ParallelConfig
 
 # Far above what anybody trains (1T parameters: 128 layers x 25,600), and low enough that products stay meaningful.
@@ -117,8 +117,9 @@ class Model(ABC):
         key = random.key(seed)
 
         def values(path, param: Param) -> jax.Array:
-            name = ".".join(entry.key for entry in path)
-            return param.draw(random.normal(random.fold_in(key, zlib.crc32(name.encode())), param.shape, jnp.float32))
+            return param.draw(
+                random.normal(random.fold_in(key, zlib.crc32(joined(path).encode())), param.shape, jnp.float32)
+            )
 
         return jax.tree.map_with_path(values, declare(self), is_leaf=is_param)
 
@@ -191,7 +192,13 @@ def declare(model: Model) -> dict:
         )
 
     block = merge_kinds(model, [model.block(kind) for kind in model.kinds])
-    return {**outer, STACKED: jax.tree.map(stack, block, is_leaf=is_param)}
+    declared = {**outer, STACKED: jax.tree.map(stack, block, is_leaf=is_param)}
+    names = [name for name, _ in named_params(declared)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"two parameters called {twice[0]!r}", "their names, joined by dots, must differ", "Rename one"
+        )
+    return declared
 
 
 def merge_kinds(model: Model, layers: Sequence[Tree]) -> Tree:

@@ -11,7 +11,7 @@ from jaxdist.mesh import AXIS_OF_DIM
 from jaxdist.models.base import BOUNDS, Model, merge_kinds, split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel.low_rank import LowRank
-from jaxdist.params import STACKED, Param, Tree, is_param, named_params
+from jaxdist.params import STACKED, Param, Tree, is_param, joined, named_params
 from jaxdist.strategy import ParallelConfig
 
 ADAPTERS = "lora"  # the subtree of a layer that holds them
@@ -42,7 +42,7 @@ class LoRA(Model):
         if isinstance(self.base, LoRA):
             raise ConfigError("lora around lora", "adapters must be of a model's own matrices", "Give the model itself")
         kinds = {kind: self.base.block(kind) for kind in self.base.kinds}
-        known = [path for block in kinds.values() for path, _ in _matrices(block)]
+        known = [joined(path) for block in kinds.values() for path, _ in _matrices(block)]
         for target in self.targets:
             if not any(_is_named(path, target) for path in known):
                 names = ", ".join(sorted({path.rpartition(".")[2] for path in known}))
@@ -68,8 +68,8 @@ class LoRA(Model):
         base = self.base.block(kind)
         adapters: dict = {}
         for path, param in _matrices(base):
-            if not self.targets or any(_is_named(path, target) for target in self.targets):
-                *parents, name = path.split(".")
+            if not self.targets or any(_is_named(joined(path), target) for target in self.targets):
+                *parents, name = (entry.key for entry in path)
                 node = adapters
                 for parent in parents:
                     node = node.setdefault(parent, {})
@@ -148,11 +148,11 @@ def adapted_paths(tree: Tree, path: str = "") -> Iterator[tuple[str, str]]:
             yield from adapted_paths(part, f"{path}{name}.")
 
 
-def _matrices(block: Tree) -> list[tuple[str, Param]]:
+def _matrices(block: Tree) -> list[tuple[jax.tree_util.KeyPath, Param]]:
     """Matrices that may have adapters: neither experts' nor their router's."""
     return [
         (path, param)
-        for path, param in named_params(block)
+        for path, param in jax.tree.leaves_with_path(block, is_leaf=is_param)
         if len(param.shape) > 1 and param.decay and not {"experts", "choices"} & set(param.dims)
     ]
 

@@ -14,7 +14,7 @@ class LowRank:
     """w[in, out] + scale * a[in, r] @ b[r, out], in products never added up: x @ w + scale * (x @ a) @ b.
 
     in, out: one dim or more each. `jaxdist.parallel.tensor` multiplies with it so; what else takes an array is given
-    the sum, whose gradient is as large as w. Source: LoRA, arXiv 2106.09685.
+    the sum, whose gradient is as large as w, and so are `OF_THE_SUM`. Source: LoRA, arXiv 2106.09685.
     """
 
     def __init__(self, w: jax.Array, a: jax.Array, b: jax.Array, scale: float):
@@ -26,6 +26,7 @@ class LowRank:
     ndim = property(lambda self: self.w.ndim)
     dtype = property(lambda self: self.w.dtype)
     num_in = property(lambda self: self.a.ndim - 1)
+    T = property(lambda self: self.total().T)
 
     def __getitem__(self, index):
         return self if index is Ellipsis else self.total()[index]
@@ -59,6 +60,21 @@ class LowRank:
         """x[..., in] @ w[in, out] + scale * (x @ a) @ b. Of both products backward keeps the sum alone."""
         low = (x @ self.a) * jnp.asarray(self.scale, x.dtype)
         return mark_saveable(x @ self.w + low @ self.b)
+
+
+# An array's operators and methods that the sum answers.
+OF_THE_SUM = (
+    *("__len__", "__iter__", "__neg__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
+    *("__truediv__", "__matmul__", "__rmatmul__", "astype", "transpose", "sum"),
+)
+
+
+def _of_the_sum(name: str):
+    return lambda self, *args, **settings: getattr(self.total(), name)(*args, **settings)
+
+
+for _name in OF_THE_SUM:
+    setattr(LowRank, _name, _of_the_sum(_name))
 
 
 def merged(w: jax.Array, a: jax.Array, b: jax.Array, scale: float, *, stacked: bool = False) -> jax.Array:

@@ -294,6 +294,9 @@ def test_a_low_rank_weight_is_its_sum_wherever_an_array_is_asked_for(x64):
     assert isinstance(flat, LowRank) and flat.shape == (6, 8)
     np.testing.assert_allclose(flat.product(x), x @ total.reshape(6, 8), rtol=1e-12)
     np.testing.assert_allclose(x @ flat, x @ total.reshape(6, 8), rtol=1e-12)
+    for found, whole in ((2 * weight, 2 * total), (weight.T, total.T), (-weight, -total), (weight.astype("f4"), total)):
+        np.testing.assert_allclose(found, whole, rtol=1e-6)
+    assert [x.shape for x in weight] == len(weight) * [(4, 2)]  # and ends
     np.testing.assert_allclose(weight.reshape(12, 4), total.reshape(12, 4), rtol=1e-12)
     np.testing.assert_allclose(weight.slice_in_dim(1, 2, 1).total(), total[:, 1:3], rtol=1e-12)
     np.testing.assert_allclose(weight.slice_in_dim(1, 2, 0).total(), total[1:3], rtol=1e-12)

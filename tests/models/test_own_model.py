@@ -23,12 +23,13 @@ from jaxdist.config import RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, parse_mesh
-from jaxdist.models.base import declare
+from jaxdist.models.base import abstract_values, declare
 from jaxdist.models.flax import FlaxModel, LanguageModel, stack_layers
+from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.traced import head_in_layers, parts_using
 from jaxdist.params import Param, named_params
-from jaxdist.parity import compare, in_float64, observe, random_parameters
+from jaxdist.parity import compare, forward_logits, in_float64, observe, random_parameters
 from jaxdist.placement import make_layout
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
@@ -318,6 +319,62 @@ def test_declared_parameters_begin_with_their_mean_and_spread():
         few = 4 * (param.std or 1) / math.sqrt(x.size)
         assert x.shape == param.shape and abs(x.mean() - param.mean) < few, name
         assert abs(x.std() - param.std) < few and (not param.std or (x != other).all()), name
+
+
+def listed_model():
+    """The page's model with two of its layers in a list, as one."""
+    names = page(0)
+    gated, language_model = names["Gated"], names["ConvLM"]
+
+    class Pair(nnx.Module):
+        def __init__(self, config, rngs):
+            self.parts = nnx.List([gated(config, rngs), gated(config, rngs)])
+
+        def __call__(self, x, ctx):
+            for part in self.parts:
+                x = part(x, ctx)
+            return x
+
+    class Listed(language_model):
+        def __init__(self, config, rngs):
+            super().__init__(config, rngs)
+            self.blocks = stack_layers(config, lambda rngs, kind: Pair(config, rngs), rngs)
+
+    @dataclass(frozen=True)
+    class ListedConfig(names["ConvConfig"]):
+        def module(self, rngs):
+            return Listed(self, rngs)
+
+    return ListedConfig(num_layers=1, seq_len=8, vocab_size=32, width=8, hidden=8)
+
+
+def test_adapters_of_a_model_with_lists_are_added_to_each_of_its_matrices():
+    """Also to a filter, which the layer takes apart by itself."""
+    base = listed_model()
+    model, rng = LoRA(base, 2, 4.0), np.random.default_rng(0)
+    names = [name for name, _ in named_params(declare(model))]
+    assert {"blocks.parts.1.filter", "blocks.lora.parts.0.filter.a"} <= {*names}
+    assert [leaf.name for leaf in jax.tree.leaves(make_layout(model, ParallelConfig()).leaves)] == names
+    values = jax.tree.map(lambda x: 0.3 * rng.standard_normal(x.shape, np.float32), abstract_values(model, "float32"))
+    whole = values | {"blocks": {"parts": {}}}
+    for i, part in values["blocks"]["parts"].items():
+        pairs = values["blocks"]["lora"]["parts"][i]
+        add = {name: part[name] + model.scale * np.tensordot(ab["a"][0], ab["b"][0], 1) for name, ab in pairs.items()}
+        assert add.keys() == {"filter", "w_in", "w_out"}
+        whole["blocks"]["parts"][i] = part | add
+    tokens = rng.integers(0, 32, (2, 8))
+    found, expected = (forward_logits(each, w, tokens, DEVICES[0]) for each, w in ((model, values), (base, whole)))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_names_that_dots_make_one_are_refused():
+    @dataclass(frozen=True)
+    class Dotted(Llama):
+        def outer(self):
+            return {**super().outer(), "a.b": Param((2,)), "a": {"b": Param((2,))}}
+
+    with pytest.raises(ConfigError, match=r"two parameters called 'a\.b'"):
+        declare(Dotted())
 
 
 def test_kinds_repeat_a_whole_number_of_times():
