@@ -94,15 +94,19 @@ def _require_owed(name: str, x, axes: tuple[str, ...]) -> None:
         )
 
 
+def _countable(x):
+    return x.astype("int32") if hasattr(x, "dtype") and x.dtype == bool else x
+
+
 def all_reduce(tree: Tree, axes: Axes) -> Tree:
-    """Sum over `axes`, one collective a leaf.
+    """Sum over `axes`, one collective a leaf. Truth values are counted, in int32.
 
     Layout: x[...] {U_axes} -> x[...], equal along `axes`.
     Backward: cast to varying (free).
     Sends: 2 (n-1)/n * S.
     Raises: ValueError where a leaf is already equal along one of the axes: a second sum would multiply it by n.
     """
-    axes = live(axes)
+    axes, tree = live(axes), jax.tree.map(_countable, tree)
     if not axes:
         return tree
     for leaf in jax.tree.leaves(tree):
@@ -120,14 +124,14 @@ def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def reduce_scatter(x: jax.Array, axis: Axes, dim: int | None) -> jax.Array:
-    """Sum over `axis` and keep this rank's slice of `dim`; with None, its one of the first dim.
+    """Sum over `axis`, as `all_reduce`, and keep this rank's slice of `dim`; with None, its one of the first dim.
 
     Layout: x[..., D, ...] {U_axis} -> x[..., D_axis, ...]; with None, x[n, ...] {U_axis} -> x[...].
     Backward: all_gather over `axis` on `dim`.
     Sends: (n-1)/n * S.
     Raises: ValueError where `dim` does not divide by the axis, or the operand is already equal along it.
     """
-    axes = live(axis)
+    axes, x = live(axis), _countable(x)
     if not axes:
         return x[0] if dim is None else x
     _require_owed("reduce_scatter", x, axes)

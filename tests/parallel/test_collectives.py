@@ -56,6 +56,16 @@ def test_a_truth_value_is_broadcast_as_one():
     assert out.dtype == bool and np.array_equal(np.asarray(out).reshape(2, 2, 4, 6), by_rank(X)[:, :, 1] > 0)
 
 
+def test_truth_values_are_counted_on_any_number_of_ranks():
+    counts = on_mesh(lambda x: comm.all_reduce(x > 100, "dp"), P(("replica", "tp")))(X)
+    np.testing.assert_array_equal(np.asarray(counts).reshape(2, 2, 4, 6), by_rank(X > 100).sum(1))
+    parts = by_rank(on_mesh(lambda x: comm.reduce_scatter(x > 100, "dp", 1), PER_RANK)(X))
+    np.testing.assert_array_equal(np.concatenate([parts[:, 0], parts[:, 1]], 2), by_rank(X > 100).sum(1))
+    for call in (comm.all_reduce, lambda x, axis: comm.reduce_scatter(x, axis, 1)):
+        alone = on_mesh(lambda x, call=call: call(x > 100, "dp"), P(), ONE, P())(X)
+        assert alone.dtype == counts.dtype == parts.dtype == np.int32
+
+
 @pytest.mark.parametrize(
     "call",
     [
