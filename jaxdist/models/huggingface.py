@@ -198,8 +198,10 @@ def _decoder(fields: _Fields, model_type: str) -> DecoderConfig:
 
 def _mixture(fields: _Fields, model_type: str) -> dict:
     """Every layer's experts. Their balance loss is another than ours, and is a setting of a run: it is not read."""
-    count = next((name for name in ("num_experts", "num_local_experts") if name in fields.config), None)
-    experts = fields.size(count) if count else {"mixtral": 8, "qwen3_moe": 128}[model_type]
+    counts = [name for name in ("num_experts", "num_local_experts") if name in fields.config]
+    experts = fields.size(counts[0]) if counts else {"mixtral": 8, "qwen3_moe": 128}[model_type]
+    if counts and fields.config[counts[-1]] != experts:
+        raise fields.refuse(counts[-1], f"must be {counts[0]}, which it is another name of", "Leave one of them out")
     chosen = fields.size("num_experts_per_tok", {"mixtral": 2, "qwen3_moe": 8}[model_type])
     found = {"num_experts": experts, "top_k": chosen}
     if model_type == "mixtral":

@@ -271,6 +271,7 @@ def test_files_of_gpt_2_s_bare_body(huggingface, tmp_path):
         ("qwen3-moe", {"mlp_only_layers": [4]}, "a list of layers below 4"),
         ("qwen3-moe", {"use_sliding_window": True}, "use_sliding_window: true"),
         ("mixtral", {"num_experts_per_tok": 5}, "top_k=5 with num_experts=4"),
+        ("mixtral", {"num_experts": 8}, "num_local_experts: 4"),
         ("gpt2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon: 1e-06"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: true"),
         ("gpt2", {"activation_function": "relu"}, 'activation_function: "relu"'),
