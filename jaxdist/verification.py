@@ -164,8 +164,9 @@ def verify_step(sharded: Callable, reference: Callable, args: tuple, *, toleranc
     """What `sharded(*args)` and `reference(*args)` return, leaf by leaf: any pytrees of one structure.
 
     sharded: a function of global arrays, usually a `jax.shard_map`, jitted or not. args: of both; they are not donated.
-    tolerance: of a leaf's relative error, by norm and by largest element; default: what rounding in its dtype explains.
-    Raises: ConfigError where the structures or shapes differ.
+    tolerance: of a leaf's relative error, by norm and by largest element; default: what rounding in its dtype explains,
+    the coarser of both where the reference has another, which the report's notes say.
+    Raises: ConfigError where the structures differ, or nothing is returned.
     """
     jitted = sharded if isinstance(sharded, jax.stages.Wrapped) else jax.jit(sharded)
     expected = _leaves(jax.tree.map(_on_host, reference(*args)))
@@ -180,9 +181,13 @@ def verify_step(sharded: Callable, reference: Callable, args: tuple, *, toleranc
             f"both must have the same ones, and only one has {', '.join(map(repr, differing[:3]))}",
             "Return the same pytree from both steps",
         )
-    differences = [
-        _difference(name or "result", found[name], expected[name], tolerance, str(np.asarray(expected[name]).dtype))
-        for name in found
+    if not found:
+        raise ConfigError("results without any leaf", "must have some to compare", "Return what the step computes")
+    differences = [_difference(name or "result", found[name], expected[name], tolerance) for name in found]
+    dtypes = [
+        f"{name or 'result'} is {x.dtype}; the reference's is {expected[name].dtype}"
+        for name, x in found.items()
+        if x.dtype != expected[name].dtype
     ]
     collectives: list[Collective] = []
     notes: list[str] = []
@@ -201,7 +206,7 @@ def verify_step(sharded: Callable, reference: Callable, args: tuple, *, toleranc
         sent_bytes,
         memory and memory.argument_size_in_bytes,
         memory and memory.temp_size_in_bytes,
-        notes,
+        notes + dtypes,
         tested=any(x.any() and x.tobytes() not in given for x in expected.values()),
     )
 
@@ -215,10 +220,11 @@ def _on_host(x) -> np.ndarray:
 OF_PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
-def _difference(name: str, ours, theirs, tolerance: float | None, dtype: str) -> Difference:
+def _difference(name: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float | None) -> Difference:
     if not np.issubdtype(theirs.dtype, np.inexact) and theirs.dtype.kind != "V":
         return Difference("value", name, 0.0 if np.array_equal(ours, theirs) else math.inf, 0.0, math.nan, math.nan)
-    allowed = GRADIENT_TOLERANCE.get(OF_PARTS.get(dtype, dtype), 1e-5) if tolerance is None else tolerance
+    explained = (GRADIENT_TOLERANCE.get(OF_PARTS.get(str(x.dtype), str(x.dtype)), 1e-5) for x in (ours, theirs))
+    allowed = max(explained) if tolerance is None else tolerance
     wide = np.complex128 if "c" in (ours.dtype.kind, theirs.dtype.kind) else np.float64
     pair = (ours.astype(wide), theirs.astype(wide))
     if ours.shape == theirs.shape:  # a number that is infinite in both is no difference
