@@ -174,15 +174,16 @@ def newton_schulz(
     axes: comm.Axes = (),
     bf16: bool = False,
 ) -> jax.Array:
-    """X / |X|, then X <- (a I + b A + c A^2) X with A = X X^T for each (a, b, c); A is of the shorter side, or where a
-    dim is split of the other, which every rank has whole. So nothing but products passes over X. bf16: X and what it is
-    multiplied with, of sums that are wide.
+    """X / |X|, then X <- (a I + b A + c A^2) X with A = X X^T for each (a, b, c), in at least fp32; A is of the shorter
+    side, or where a dim is split of the other, which every rank has whole. So nothing but products passes over X. bf16:
+    X and what it is multiplied with, of sums that are wide.
 
     Layout: x[B, M, N], or with `split` one of M and N over `axes` -> the same.
     Sends: with `split` 2 (n-1)/n of B numbers, and of B squares of the other side an iteration.
     """
     tall = split == ROWS or (split is None and x_BMN.shape[ROWS] > x_BMN.shape[COLUMNS])
-    x = x_BMN.mT if tall else x_BMN
+    # The squares of a gradient are beyond what float16 holds, or below it.
+    x = (x_BMN.mT if tall else x_BMN).astype(jnp.promote_types(x_BMN.dtype, jnp.float32))
     squares = comm.all_reduce(jnp.sum(jnp.square(x), axis=(1, 2), keepdims=True), axes)
     x = x / jnp.maximum(jnp.sqrt(squares), EPS)
 
@@ -198,7 +199,7 @@ def newton_schulz(
         return product(polynomial, x, narrow), None
 
     x, _ = lax.scan(iterate, x.astype(narrow), jnp.asarray(coefficients, wide), unroll=True)
-    return (x.mT if tall else x).astype(wide)
+    return (x.mT if tall else x).astype(x_BMN.dtype)
 
 
 def choose_way(local: Sequence[int], ranks: Sequence[int]) -> Way:

@@ -74,6 +74,15 @@ def test_the_momentum_is_that_of_its_step(nesterov):
         np.testing.assert_allclose(found["w"], wanted["w"], atol=2e-6)
 
 
+@pytest.mark.parametrize("size", [1e-5, 300.0])
+def test_squares_of_a_float16_gradient_are_held_in_32_bits(size):
+    matrix, g = muon.Matrix((8, 5), ("in", "out"), ()), np.random.default_rng(0).normal(size=(8, 5))
+    narrow = jnp.asarray(size * g, "float16")
+    found, wanted = (muon.orthogonalize(x, matrix) for x in (narrow, narrow.astype("float32")))
+    assert found.dtype == "float16"
+    np.testing.assert_allclose(found, wanted, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_every_matrix_is_orthogonalized_as_a_whole(name):
     shape, sides, spec, messages = WAYS[name]
