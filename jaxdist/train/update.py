@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 
+from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf
 from jaxdist.parallel import collectives as comm
 
@@ -21,7 +22,10 @@ def gradient_norms(grads: dict, layout: Layout) -> tuple[jax.Array, jax.Array]:
     Layout: grads in the storage layout, all of them or some -> norm[], norms[groups], equal on every rank.
     Sends: one all-reduce for each set of axes that leaves are sharded on, a scalar for each of its groups.
     (`optax.clip_by_global_norm` on shards would use each rank's own norm.)
+    Raises: ConfigError where no parameter has a gradient.
     """
+    if not layout.groups:
+        raise ConfigError("a step of a model that is frozen", "must train a parameter", "Leave frozen out of one")
     sums: dict[tuple[str, ...], dict[str, jax.Array]] = {}
     leaves = dict(jax.tree.leaves_with_path(layout.leaves))
     for path, g in jax.tree.leaves_with_path(grads):

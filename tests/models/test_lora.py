@@ -22,6 +22,7 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import ModelFlags
 from jaxdist.parallel.low_rank import LowRank, merged
 from jaxdist.parallel.pipeline.split_backward import all_equations
+from jaxdist.params import is_param
 from jaxdist.parity import Observed, compare, observe, one_device, random_parameters, worst
 from jaxdist.placement import make_layout
 from jaxdist.plan.parts import work_of
@@ -189,6 +190,21 @@ def test_a_model_may_freeze_any_of_its_parameters(x64, references, layout):
     model = FrozenTable(**vars(GPT))
     found = same_as_one_device(config_of(model, mesh, **parallel), references)
     assert "positions" in found.gradients[0] and "tokens" not in found.gradients[0]
+
+
+def test_a_step_of_a_model_that_is_frozen_is_refused():
+    class Frozen(FrozenTable):
+        def outer(self):
+            return jax.tree.map(lambda p: dataclasses.replace(p, frozen=True), GPT2Config.outer(self), is_leaf=is_param)
+
+        def block(self, kind):
+            tree = GPT2Config.block(self, kind)
+            return jax.tree.map(lambda p: dataclasses.replace(p, frozen=True), tree, is_leaf=is_param)
+
+    config = config_of(Frozen(**vars(GPT)), "dp=2", PrecisionConfig())
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    with pytest.raises(ConfigError, match="must train a parameter"):
+        program.step.trace(program.abstract_state(), program.abstract_batch())
 
 
 def test_in_16_bits_a_frozen_parameter_is_kept_in_them_and_has_no_master():

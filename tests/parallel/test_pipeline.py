@@ -112,6 +112,25 @@ def test_more_chunks_and_a_single_stage(sizes):
     assert_pipeline_is_plain(make_schedule(*sizes))
 
 
+def test_layers_may_all_be_frozen():
+    """Only what the first stage shares is trained, before layers whose weights are `fixed`."""
+    w, x = np.float32([[2.0, 3.0], [0.5, -1.0]]), np.float32([[1.0, 2.0], [3.0, 4.0]])
+    stages = Stages(
+        first=lambda shared, micro: micro * shared["scale"],
+        layer=lambda _, fixed, micro, x: x * fixed,
+        last=lambda shared, y, micro: y.sum(),
+    )
+
+    def run(shared, fixed, micros):
+        found = pipeline_gradients(stages, make_schedule("gpipe", 2, 2), shared, {}, micros, fixed=fixed)
+        return comm.all_reduce(found[:2], "pp")
+
+    whole, rows = PartitionSpec(), PartitionSpec("pp")
+    on_stages = jax.shard_map(run, mesh=mesh_of(pp=2), in_specs=(whole, rows, whole), out_specs=whole)
+    loss, slope = jax.jit(on_stages)({"scale": jnp.float32(1.5)}, w, x)
+    np.testing.assert_allclose((loss, slope["scale"]), ((1.5 * x * w[0] * w[1]).sum(), (x * w[0] * w[1]).sum()))
+
+
 def test_several_layers_a_chunk():
     assert_pipeline_is_plain(make_schedule("zb-v", 2, 3), depth=3)
 

@@ -29,7 +29,7 @@ def check_arrays(
                 f"must be for the {found} " + (f"ranks of {axis!r}" if what == "stages" else "of the batch"),
                 f"Make the schedule for {found} {what}",
             )
-    rows = _leading(layers, "layers")
+    rows = _leading(layers if jax.tree.leaves(layers) else fixed, "layers")  # of which all may be frozen
     if jax.tree.leaves(fixed) and _leading(fixed, "fixed") != rows:
         raise ConfigError(
             f"fixed values for {_leading(fixed, 'fixed')} layers", f"must be for a stage's {rows}", "Give a row a layer"
