@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from jaxdist.errors import ConfigError, divisors, require_positive
+from jaxdist.errors import ConfigError, divisors, require_positive, require_within
 from jaxdist.models.base import BOUNDS
 from jaxdist.models.context import Context
 from jaxdist.models.experts import Mixture, MixtureOfExperts
@@ -76,6 +76,17 @@ class DecoderConfig(Transformer, Mixture):
             raise ConfigError(f"kinds={self.kinds}", required, f"Use {FULL}, or add num_experts=8")
         if self.window is not None:
             require_positive("window", self.window)
+        require_within("rope_theta", self.rope_theta, 1e-30, 1e30, "Use 10000")
+        require_within("norm_eps", self.norm_eps, 0, 1e6, "Use 1e-5")
+        kind, *numbers = self.rope_scaling or (None,)
+        known = (kind, len(numbers)) in ((None, 0), ("linear", 1), ("llama3", 4))
+        if not known or not all(0 < n < math.inf for n in numbers) or (kind == "llama3" and numbers[1] >= numbers[2]):
+            raise ConfigError(
+                f"rope_scaling={self.rope_scaling}",
+                "must be (), ('linear', factor), or ('llama3', factor, low_freq_factor, high_freq_factor, "
+                "original_max_position_embeddings), of numbers above 0, the third below the fourth",
+                "Use ()",
+            )
         self.check_mixture()
         self.slots(self.seq_len)
 

@@ -162,3 +162,20 @@ def test_a_path_that_is_no_config(tmp_path, text, said):
         path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         find_model(str(path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": 0.0},
+        {"rope_theta": math.nan},
+        {"norm_eps": -1e-5},
+        {"rope_scaling": ("yarn", 2.0)},
+        {"rope_scaling": ("linear", 0.0)},
+        {"rope_scaling": ("linear", 2.0, 3.0)},
+        {"rope_scaling": ("llama3", 8.0, 4.0, 1.0, 8)},
+    ],
+)
+def test_a_decoder_refuses_numbers_that_nothing_computes_with(change):
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        dataclasses.replace(PRESETS["llama-proof"], **change)
