@@ -490,10 +490,12 @@ def test_results_of_other_structures_are_refused():
     assert not report.ok and "1 of 2 values differ" in str(report)
 
 
-def test_a_reference_of_another_dtype_is_compared_as_the_coarser_and_said():
+def test_a_reference_in_float64_is_an_oracle_and_another_dtype_is_said():
     x = np.float32([1, 2, 3])
     third = jaxdist.verify(lambda x: x / 3, lambda x: x.astype(np.float64) / 3, (x,)).require()
     assert "result is float32; the reference's is float64" in str(third) and third.sent_bytes == 0
     assert not jaxdist.verify(lambda x: x / 3 + 1e-3, lambda x: x.astype(np.float64) / 3, (x,)).ok
+    narrow = jaxdist.verify(lambda x: (x / 3).astype("bfloat16"), lambda x: x / 3, (x,))
+    assert not narrow.ok and "result is bfloat16; the reference's is float32" in str(narrow)
     with pytest.raises(ConfigError, match="without any leaf"):
         jaxdist.verify(lambda x: {}, lambda x: {}, (x,))
