@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import unicodedata
+from numbers import Integral, Real
 
 # Control characters, surrogates (bytes of a name that are not UTF-8) and what reorders or hides text.
 _UNPRINTABLE = {"Cc", "Cs", "Cf", "Zl", "Zp"}
@@ -68,13 +69,13 @@ MOST = 2**31 - 1  # of whatever is counted; sizes with a smaller bound name thei
 
 
 def require_positive(name: str, value: int, most: int = MOST) -> None:
-    if not 1 <= value <= most:
+    if not isinstance(value, Integral) or not 1 <= value <= most:
         raise ConfigError(
-            f"{name}={value}", f"must be a whole number from 1 to {most:,}", f"Use {name}=1 or more, within that"
+            f"{name}={value!r}", f"must be a whole number from 1 to {most:,}", f"Use {name}=1 or more, within that"
         )
 
 
 def require_within(name: str, value: float, least: float, most: float, remedy: str = "Use one within that") -> None:
     """For a number with a fraction; NaN is never within."""
-    if not least <= value <= most:
-        raise ConfigError(f"{name}={value}", f"must be a number from {least:g} to {most:g}", remedy)
+    if not isinstance(value, Real) or not least <= value <= most:
+        raise ConfigError(f"{name}={value!r}", f"must be a number from {least:g} to {most:g}", remedy)

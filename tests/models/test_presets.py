@@ -174,6 +174,9 @@ def test_a_path_that_is_no_config(tmp_path, text, said):
         {"rope_scaling": ("linear", 0.0)},
         {"rope_scaling": ("linear", 2.0, 3.0)},
         {"rope_scaling": ("llama3", 8.0, 4.0, 1.0, 8)},
+        {"rope_theta": "10000"},
+        {"width": "64"},
+        {"ffn_width": 192.5},
     ],
 )
 def test_a_decoder_refuses_numbers_that_nothing_computes_with(change):
