@@ -277,7 +277,8 @@ def tried(flags: PlanFlags, question: Question) -> list[Option]:
     counts = [nodes for nodes in allowed if nodes >= fewest_nodes(question)] or allowed[-1:]
     first = next((nodes for nodes in itertools.takewhile(lambda _: not hopeless(), counts) if meets(nodes)), None)
     if first is None:
-        next((nodes for nodes in reversed(allowed) if meets(nodes) or options()), None)  # one that fits, to be told
+        if not options():
+            next((nodes for nodes in reversed(allowed) if meets(nodes) or options()), None)  # one that fits, to be told
         return options()
     below = max((nodes for nodes in found if nodes < first), default=0)
     while first - below > 1:  # fewer miss, so the smallest is found by halving
