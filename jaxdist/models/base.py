@@ -117,9 +117,8 @@ class Model(ABC):
         key = random.key(seed)
 
         def values(path, param: Param) -> jax.Array:
-            return param.draw(
-                random.normal(random.fold_in(key, zlib.crc32(joined(path).encode())), param.shape, jnp.float32)
-            )
+            of_name = random.fold_in(key, zlib.crc32(joined(path).encode()))
+            return param.draw(random.normal(of_name, param.shape, jnp.float32))
 
         return jax.tree.map_with_path(values, declare(self), is_leaf=is_param)
 

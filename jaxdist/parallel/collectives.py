@@ -15,9 +15,7 @@ from typing import TypeVar
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-EXACT_ON_SHARDS = "exact on shards"
 Axes = str | Sequence[str]
 Tree = TypeVar("Tree")
 
@@ -159,12 +157,6 @@ def all_gather(x: jax.Array, axis: Axes, dim: int | None, *, replicated: bool = 
         return x[None] if dim is None else x
     to = "invarying" if replicated else "varying"
     return lax.all_gather(x, axes, axis=0 if dim is None else dim_of(x, dim), tiled=dim is not None, to=to)
-
-
-def exact_on_shards(x: jax.Array) -> jax.Array:
-    """The same array, declared to be this rank's shard of what the whole array would give, although it was not made
-    element by element: for optimizers that send what they need (`jaxdist.train.leaf_needs`)."""
-    return checkpoint_name(x, EXACT_ON_SHARDS)
 
 
 def permute(x: jax.Array, axis: str, shift: int = 1, senders: Sequence[int] | None = None) -> jax.Array:

@@ -25,10 +25,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.exchange import all_to_all
 
+EXACT_ON_SHARDS = "exact on shards"
 EPS = 1e-7  # least norm that a matrix is divided by
 ROWS, COLUMNS, COPIES = 1, 2, 3
 ITERATIONS = 5
@@ -137,6 +139,12 @@ def scheduled_trace(momentum: optax.Schedule, nesterov: bool) -> optax.GradientT
     return optax.GradientTransformationExtraArgs(optax.trace(0.0).init, traced)
 
 
+def exact_on_shards(x: jax.Array) -> jax.Array:
+    """The same array, declared to be this rank's shard of what the whole array would give, although it was not made
+    element by element: for optimizers that send what they need (`jaxdist.train.leaf_needs`)."""
+    return checkpoint_name(x, EXACT_ON_SHARDS)
+
+
 @jax.named_scope("orthogonalize")
 def orthogonalize(x: jax.Array, matrix: Matrix, coefficients: str = "original", bf16: bool = False) -> jax.Array:
     """Five Newton-Schulz iterations of each matrix of a leaf, of which this is the local shard.
@@ -150,7 +158,7 @@ def orthogonalize(x: jax.Array, matrix: Matrix, coefficients: str = "original", 
     way = choose_way(x_BMN.shape, [comm.size(each) for each in matrix.axes])
     y_BMN = _orthogonalized(x_BMN, matrix.axes, way, COEFFICIENTS[coefficients], bf16)
     y = y_BMN.reshape(moved.shape).transpose([order.index(dim) for dim in range(x.ndim)])
-    return comm.exact_on_shards(y)
+    return exact_on_shards(y)
 
 
 def _orthogonalized(x_BMN: jax.Array, axes: Sequence[tuple[str, ...]], way: Way, coefficients, bf16) -> jax.Array:

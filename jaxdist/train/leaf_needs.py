@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf
-from jaxdist.parallel.collectives import EXACT_ON_SHARDS
+from jaxdist.parallel.muon import EXACT_ON_SHARDS
 from jaxdist.parallel.pipeline.split_backward import all_equations
 from jaxdist.train.optimizer import by_owner
 

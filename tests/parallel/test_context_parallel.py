@@ -150,7 +150,7 @@ def test_16_bit_attention_is_summed_in_32(name):
 
 
 def test_a_window_is_a_halo_where_it_takes_fewer_messages_than_a_ring():
-    """Of chunks of 8 in four groups, whose ring has three hops; a position sees itself too."""
+    """Chunks of 8 in four groups, whose ring has three hops; a position sees itself too."""
     assert [hops(window, 8, 4) for window in (None, 1, 2, 9, 10, 17, 18)] == [None, 0, 1, 1, 2, 2, None]
 
 
