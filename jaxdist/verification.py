@@ -165,7 +165,7 @@ def verify_step(sharded: Callable, reference: Callable, args: tuple, *, toleranc
 
     sharded: a function of global arrays, usually a `jax.shard_map`, jitted or not. args: of both; they are not donated.
     tolerance: of a leaf's relative error, by norm and by largest element; default: what rounding in the reference's
-    dtype explains, of one in float64 in the other's. The report's notes say where the two differ.
+    dtype explains, of NumPy's float64 in JAX's widest. The report's notes say where the two differ.
     Raises: ConfigError where the structures differ, or nothing is returned.
     """
     jitted = sharded if isinstance(sharded, jax.stages.Wrapped) else jax.jit(sharded)
@@ -223,8 +223,8 @@ OF_PARTS = {"complex64": "float32", "complex128": "float64"}
 def _difference(name: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float | None) -> Difference:
     if not np.issubdtype(theirs.dtype, np.inexact) and theirs.dtype.kind != "V":
         return Difference("value", name, 0.0 if np.array_equal(ours, theirs) else math.inf, 0.0, math.nan, math.nan)
-    # An oracle in float64 is rounded by nobody; a result that is narrower than a reference has lost something.
-    dtype = str((ours if theirs.dtype in (np.float64, np.complex128) else theirs).dtype)
+    # Without 64 bits a reference in NumPy is wider than any result; one that is narrower than need be lost something.
+    dtype = str(jax.dtypes.canonicalize_dtype(theirs.dtype))
     allowed = GRADIENT_TOLERANCE.get(OF_PARTS.get(dtype, dtype), 1e-5) if tolerance is None else tolerance
     wide = np.complex128 if "c" in (ours.dtype.kind, theirs.dtype.kind) else np.float64
     pair = (ours.astype(wide), theirs.astype(wide))

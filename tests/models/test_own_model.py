@@ -495,6 +495,9 @@ def test_a_reference_in_float64_is_an_oracle_and_another_dtype_is_said():
     third = jaxdist.verify(lambda x: x / 3, lambda x: x.astype(np.float64) / 3, (x,)).require()
     assert "result is float32; the reference's is float64" in str(third) and third.sent_bytes == 0
     assert not jaxdist.verify(lambda x: x / 3 + 1e-3, lambda x: x.astype(np.float64) / 3, (x,)).ok
+    with jax.enable_x64(True):
+        assert not jaxdist.verify(lambda x: (x / 3).astype("float32"), lambda x: x / 3, (x.astype(np.float64),)).ok
+    assert not jaxdist.verify(lambda x: (x / 3).astype("bfloat16"), lambda x: x.astype(np.float64) / 3, (x,)).ok
     narrow = jaxdist.verify(lambda x: (x / 3).astype("bfloat16"), lambda x: x / 3, (x,))
     assert not narrow.ok and "result is bfloat16; the reference's is float32" in str(narrow)
     with pytest.raises(ConfigError, match="without any leaf"):
