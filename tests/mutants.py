@@ -120,7 +120,7 @@ def mutants_of(path: str, source: str) -> Iterator[Mutant]:
                 )
             yield from walk(child, inner)
 
-    yield from walk(tree, tree.body[0])
+    yield from walk(tree, tree.body[0]) if tree.body else ()
 
 
 def own_lines(statement: ast.stmt) -> tuple[int, ...]:
