@@ -42,8 +42,8 @@ CORE_LAUNCHES = 0.2  # of a layer's forward, those of attention that writes its 
 RING_COPIES, RING_LAUNCHES = 5, 0.06
 RING_HIDE = 0.45  # of what `hide` says, in rings: of three published runs with and without them (docs/plan.md)
 # Least bars of the kinds of runs that are predicted worse than dense ones: nine tenths of published runs are within
-# them, every source with the same weight (`python -m experiments.calibration.sources`), of experts 93 % of 95
-# (`.mixtures`); that of adapters is of somebody else's rows.
+# them, every source with the same weight (`python -m experiments.calibration.sources`), of experts 93 % of 96
+# and of adapters all of 20 (`.traced`).
 BARS = {"experts": 0.6, "adapters": 0.23, "long sequences": 0.35, "tiny": 4.0}
 LONG_SEQUENCES, TINY_WIDTH = 16_384, 768
 LAUNCH_SECONDS = 8e-6  # of a copy from Python, one after the other

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.calibration import mixtures, runs, sources
+from experiments.calibration import runs, sources, traced
 from experiments.calibration.runs import mean_and_max
 from experiments.calibration.work import PaperWork
 from jaxdist.models.decoder import DecoderConfig
@@ -429,16 +429,42 @@ def test_bars_of_blackwell_hold_what_was_published():
     assert (first.cluster.num_nodes, first.cluster.devices_per_node) == (4, 64)
 
 
-def test_mixtures_by_constants_that_are_fitted_to_none():
+def test_experts_by_constants_that_are_fitted_to_none():
     """Their bar is wider."""
     page = (Path(__file__).parents[2] / "docs/plan-evidence.md").read_text(encoding="utf-8")
     assert f"±{BARS['experts']:.0%} for a mixture".replace("%", " %") in page
-    assert len(mixtures.runs()) == 95
-    _, model, facts = mixtures.runs()[0]
+    _, model, facts = traced.runs()[0]
     constants = EFFICIENCIES["h100-published"]
     assert bar_of(work_of(model), constants) == BARS["experts"] > bar_of(PaperWork(SHAPE), constants)
     # By hand: 8 GPUs of tp=4 have dp=2, which ep takes whole; every position goes out and back twice, a quarter a rank.
-    layout = mixtures.layout_of(model, facts)
+    layout = traced.layout_of(model, facts)
     assert (layout.dp, layout.ep, layout.exchanged, layout.microbatches) == (2, 2, 2 * 2 * 6144 / 4, 512)
-    etp1 = next(facts for name, _, facts in mixtures.runs() if name == "grok_etp1")
-    assert (lambda found: found.ep * found.tp * found.experts_over_tp)(mixtures.layout_of(model, etp1)) == etp1["ep"]
+    etp1 = next(facts for name, _, facts in traced.runs() if name == "grok_etp1")
+    assert (lambda found: found.ep * found.tp * found.experts_over_tp)(traced.layout_of(model, etp1)) == etp1["ep"]
+
+
+def test_fine_tuning_by_constants_that_are_fitted_to_none():
+    """By hand: 24,824 tokens a second and GPU are 0.66 s; frozen matrices are not multiplied transposed."""
+    rows = [(model, facts) for name, model, facts in traced.runs() if name in ("adapters", "fine_tuning")]
+    model, facts = next((model, facts) for model, facts in rows if facts["seconds"] == 0.66)
+    assert facts["batch"] * model.seq_len / (facts["gpus"] * facts["seconds"]) == pytest.approx(24_824, rel=2e-4)
+    layout, whole = traced.layout_of(model, facts), traced.layout_of(model.base, facts)
+    assert (layout.dp, layout.ep, layout.microbatches, layout.exchanged) == (8, 1, 4, 0)
+    shape = ModelShape(32, 4096, 32, 11008, 4096, 32_000, gated_mlp=True)
+    assert layout.repeated.num_bytes * 4 == 3 * whole.repeated.num_bytes == 3 * sources._casts(shape, 1)
+    time = step_time(work_of(model), layout, runs.cluster_of("h100", 8), efficiency_of("h100"), "float8")
+    assert np.max(time.total) == pytest.approx(0.76, abs=0.005)
+    assert np.max(time.error) == pytest.approx(BARS["adapters"], rel=0.01)
+
+
+@pytest.mark.exhaustive
+def test_traced_runs_are_as_the_page_says():
+    page = (Path(__file__).parents[2] / "docs/plan-evidence.md").read_text(encoding="utf-8")
+    rows = traced.predicted()
+    for line in traced.summary(rows).splitlines():
+        assert line in page, line
+    held = {kind: [] for kind in ("experts", "adapters", "dense")}
+    for row in rows:
+        kind = kind_of(work_of(row.model[1]))
+        held[kind].append(row.needed <= BARS.get(kind, 0.2))
+    assert {kind: sum(some) for kind, some in held.items()} == {"experts": 89, "adapters": 20, "dense": 14}
