@@ -272,4 +272,4 @@ def index_text(files: Mapping[str, Iterable[str]], num_bytes: int) -> str:
     """The index of file -> names of its tensors, as transformers writes it."""
     places = {name: file for file, names in files.items() for name in names}
     content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(places.items()))}
-    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+    return json.dumps(content, indent=2) + "\n"

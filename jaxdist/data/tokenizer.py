@@ -248,7 +248,7 @@ def _content(token: Any) -> str | None:
 
 
 def _require_function_of_text(asked: str, described: dict) -> None:
-    model = described.get("model") if isinstance(described, dict) else None
+    model = described.get("model")
     for name in ("dropout", "alpha", "nbest_size"):
         if isinstance(model, dict) and model.get(name):
             raise ConfigError(

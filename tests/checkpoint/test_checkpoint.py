@@ -346,6 +346,28 @@ def test_another_run_s_roll_backs_and_recent_losses_are_not_taken_over(small):
         assert found.progress == replace(other, batch=batch)
 
 
+@pytest.mark.parametrize("rows", [0, True, "8", None])
+def test_a_manifest_without_rows_of_a_batch_is_refused(rows):
+    with pytest.raises(BadCheckpoint, match="batch_size"):
+        resume.require_rows("a checkpoint", rows)
+
+
+def test_every_option_of_the_compiler_that_changed_is_named():
+    there = {"parallel": {"sp": False, "old": 1}, "compiler_options": {"a": 1, "same": 2}, "lr": 1}
+    here = {"parallel": {"sp": True, "new": 1}, "compiler_options": {"b": 3, "same": 2}, "lr": 2}
+    changed = [
+        "compiler_options.a was 1 and is None",
+        "compiler_options.b was None and is 3",
+        "sp was False and is True",
+    ]
+    assert resume.other_rounding(there, here) == changed
+
+
+def test_what_came_with_parameters_lies_in_the_run_s_folder(tmp_path):
+    assert trained.companions_of(Checkpoints(tmp_path / "checkpoints")) == tmp_path
+    assert trained.companions_of(Checkpoints(tmp_path / "others")) == tmp_path / "others"
+
+
 def test_a_run_goes_on_only_as_itself_in_every_setting():
     """All that a configuration has, but how it is split, where it runs and what a file is called."""
     config = RunConfig(PRESETS["moe-proof"], seed=3)

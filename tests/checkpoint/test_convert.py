@@ -27,9 +27,10 @@ from jaxdist.checkpoint import safetensors, weights
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.logical import abstract_parameters, fetch
 from jaxdist.checkpoint.safetensors import Stored
-from jaxdist.checkpoint.trained import GENERATION, Weights, find_weights
+from jaxdist.checkpoint.trained import GENERATION, Weights, compare_tokens, find_weights
 from jaxdist.checkpoint.weights import in_our_names, open_weights, read_weights, stored_dtypes, write_weights
 from jaxdist.config import RunConfig
+from jaxdist.data.prepared import TOKENIZER as TOKENIZER_FILE
 from jaxdist.data.tokenizer import BPETokenizer, with_template
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
@@ -386,6 +387,34 @@ def test_a_text_ends_with_any_token_that_a_run_or_a_file_names(tmp_path):
     (tmp_path / GENERATION).write_text('{"eos_token_id": [7, 9]}')
     assert weights_with(tmp_path).end_of_text() == (7, 9)
     assert weights_with(tmp_path, end_of_document=5).end_of_text() == (5, 7, 9)
+
+
+def test_tokens_mean_what_the_files_beside_them_say(tmp_path):
+    bare, of_bytes = (SimpleNamespace(tokenizer=name, tokenizer_file=None, about="it") for name in (None, "bytes"))
+    for source, said, same in ((bare, {"tokenizer": "bytes"}, None), (of_bytes, {}, None)):
+        assert compare_tokens(tmp_path, said, source).same is same
+    for name, same in (("bytes", True), ("a hash", False)):
+        assert compare_tokens(tmp_path, {"tokenizer": name}, of_bytes).same is same
+    assert weights_with(tmp_path).tokenizer() is None
+    trained = BPETokenizer.train(iter(["text"]), 257)
+    (tmp_path / TOKENIZER_FILE).write_bytes(trained.to_bytes())
+    assert weights_with(tmp_path).tokenizer().identity == trained.identity
+
+
+def test_an_export_of_several_files_has_an_index_and_is_read_to_the_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "MAX_FILE_BYTES", 100_000)
+    model = dataclasses.replace(PRESETS["moe-proof"], num_experts=2, top_k=1)
+    config = RunConfig(model)
+    arrays = random_parameters(config, make_layout(model, ParallelConfig()))
+    arrays = {f"params.{name}": np.asarray(x) for name, x in arrays.items()}
+    write_weights(tmp_path / "out", model, arrays)
+    assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1 and (tmp_path / "out" / safetensors.INDEX).exists()
+    _, places = open_weights(tmp_path / "out", model)
+    found = in_our_names(model, {name: place.map("r") for name, place in places.items()})
+    for name, x in found.items():
+        path, _, layer = name.partition("[")
+        ours = arrays[f"params.{path}"]
+        np.testing.assert_array_equal(x, ours[int(layer[:-1])] if layer else ours[: len(x)], err_msg=name)
 
 
 def test_an_index_without_metadata_is_read_and_not_written_again(theirs, tmp_path, capsys):

@@ -13,7 +13,7 @@ import pytest
 
 from jaxdist.data import batches as data
 from jaxdist.data import tokens as tokens_module
-from jaxdist.data.batches import Batches, Corpus, Source, load_corpus
+from jaxdist.data.batches import Batches, Corpus, Source, load_corpus, parse_sources
 from jaxdist.data.order import make_mixture
 from jaxdist.data.tokens import Part, TokenFile, Tokens, unigram_entropy
 from jaxdist.errors import ConfigError
@@ -438,6 +438,13 @@ def test_negative_token_is_refused_without_blaming_the_vocabulary(tmp_path):
 def test_uint64_token_beyond_int64_is_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.array([1, 2**64 - 1], np.uint64))
     refused(tmp_path / "a.npy", f"token {2**64 - 1} at position 1 ")
+
+
+def test_a_file_that_is_there_is_one_source_whatever_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse_sources("a=1,b=3") == [("a", 1), ("b", 3)] and parse_sources("c") == [("c", 1)]
+    (tmp_path / "a=1,b=3").touch()
+    assert parse_sources("a=1,b=3") == [("a=1,b=3", 1)]
 
 
 @pytest.mark.parametrize("text", ["a=", "=1", "a=0", "a=-1", "a=x", "a=1/0", "a=1,b", "a=nan", "a=inf", "a=1,,b=1"])

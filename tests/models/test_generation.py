@@ -219,6 +219,8 @@ def test_text_is_shown_when_it_is_certain():
 def test_text_ends_at_the_first_stop_word_of_a_token_that_holds_several():
     tokenizer = SimpleNamespace(decode=lambda tokens: "abzz")
     assert TextStream(tokenizer, stop=("zz", "b")).add(0) == "a"
+    at_once = TextStream(tokenizer, stop=("ab",))
+    assert at_once.add(0) == "" and at_once.done
 
 
 @pytest.mark.parametrize(
