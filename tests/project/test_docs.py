@@ -48,6 +48,12 @@ def test_links_between_pages_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_docs_are_no_longer_than_85_000_words():
+    """Words that have a letter or a digit: bars of tables are none."""
+    texts = [page.read_text(encoding="utf-8") for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    assert sum(bool(re.search(r"\w", word)) for text in texts for word in text.split()) <= 85_000
+
+
 @pytest.mark.exhaustive
 def test_the_plan_in_prose_is_what_is_planned():
     config = RunConfig(
