@@ -57,9 +57,9 @@ def rank(axes: Axes) -> jax.Array | int:
 
 
 def dim_of(x: jax.Array, dim: int) -> int:
-    """A dim's number from 0, of one that may count from the end. Raises: ValueError where there is none."""
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim {dim} of shape {x.shape}: it must be from {-x.ndim} to {x.ndim - 1}.")
+    """A dim's number from 0, of one that may count from the end. Raises: ValueError where it is none, or empty."""
+    if not -x.ndim <= dim < x.ndim or not x.shape[dim]:
+        raise ValueError(f"dim {dim} of shape {x.shape}: it must be from {-x.ndim} to {x.ndim - 1}, and not empty.")
     return dim % x.ndim
 
 

@@ -69,7 +69,8 @@ def _gather_matmul_forward(x_BTD, w_DF, ring, axis):
 
 def _gather_matmul_backward(ring, axis, kept, dy_BTF):
     gathered_BTD, w_DF = kept
-    return _scatter_ring(dy_BTF, w_DF.T, ring, axis), _weight_gradient(gathered_BTD, dy_BTF)
+    dx_BTD, dw_DF = _scatter_ring(dy_BTF, w_DF.T, ring, axis), _weight_gradient(gathered_BTD, dy_BTF)
+    return dx_BTD.astype(gathered_BTD.dtype), dw_DF.astype(w_DF.dtype)
 
 
 _gather_matmul.defvjp(_gather_matmul_forward, _gather_matmul_backward)
@@ -87,7 +88,7 @@ def _matmul_scatter_forward(y_BTF, w_FD, ring, axis):
 def _matmul_scatter_backward(ring, axis, kept, dx_BTD):
     y_BTF, w_FD = kept
     dy_BTF, gathered_BTD = _gather_ring(dx_BTD, w_FD.T, ring, axis)
-    return dy_BTF, _weight_gradient(y_BTF, gathered_BTD)
+    return dy_BTF.astype(y_BTF.dtype), _weight_gradient(y_BTF, gathered_BTD).astype(w_FD.dtype)
 
 
 _matmul_scatter.defvjp(_matmul_scatter_forward, _matmul_scatter_backward)
@@ -98,7 +99,8 @@ def _gather_ring(x_BTD, w_DF, ring, axis) -> tuple[jax.Array, jax.Array]:
     n, me, chunk, arms = comm.size(axis), comm.rank(axis), x_BTD.shape[1], _arms(axis, ring)
     axes = sorted(varying_axes(x_BTD))
     y_BTF, gathered_BTD = (
-        comm.varying(jnp.zeros((x_BTD.shape[0], n * chunk, width), x_BTD.dtype), axes) for width in w_DF.shape[::-1]
+        comm.varying(jnp.zeros((x_BTD.shape[0], n * chunk, width), dtype), axes)
+        for width, dtype in zip(w_DF.shape[::-1], (jnp.result_type(x_BTD, w_DF), x_BTD.dtype), strict=True)
     )
 
     def place(whole, part, distance):
@@ -155,11 +157,12 @@ def _arms(axis: str, ring: Ring) -> dict[int, int]:
 def _matmul(x_BTD: jax.Array, w_DF: jax.Array) -> jax.Array:
     """x @ w as one flat matmul."""
     batch, length, width = x_BTD.shape
-    return (x_BTD.reshape(-1, width) @ w_DF).reshape(batch, length, -1)
+    return (x_BTD.reshape(batch * length, width) @ w_DF).reshape(batch, length, w_DF.shape[1])
 
 
 def _weight_gradient(x_BTD: jax.Array, dy_BTF: jax.Array) -> jax.Array:
-    return x_BTD.reshape(-1, x_BTD.shape[2]).T @ dy_BTF.reshape(-1, dy_BTF.shape[2])
+    rows = x_BTD.shape[0] * x_BTD.shape[1]
+    return x_BTD.reshape(rows, x_BTD.shape[2]).T @ dy_BTF.reshape(rows, dy_BTF.shape[2])
 
 
 def _vary_alike(x: jax.Array, w: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:

@@ -83,6 +83,8 @@ def test_a_dim_may_count_from_the_end(call):
     for dim in (3, -4):
         with pytest.raises(ValueError, match=f"dim {dim}"):
             on_mesh(lambda x, dim=dim: call(x, dim), PER_RANK)(X)
+    with pytest.raises(ValueError, match="not empty"):
+        on_mesh(lambda x: call(x, 2), PER_RANK)(X[..., :0])
 
 
 def test_reduce_scatter_and_all_gather():

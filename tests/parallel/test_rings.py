@@ -70,6 +70,17 @@ def test_a_ring_equals_the_collective_and_a_matmul_and_so_do_its_gradients(make,
 
 
 @pytest.mark.parametrize("make", [gather, scatter])
+def test_a_ring_of_two_dtypes_gives_the_wider_and_gradients_of_each_and_may_be_empty(make):
+    ours, _, native, x, w = make(2, "one-way")
+    x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.float32)
+    for function in (ours, native):
+        y, pull = jax.vjp(function, x, w)
+        assert [y.dtype, *(each.dtype for each in pull(y))] == ["float32", "bfloat16", "float32"]
+    np.testing.assert_allclose(ours(x, w), native(x, w), rtol=1e-5, atol=1e-4)
+    assert ours(x[:0], w).shape == native(x[:0], w).shape
+
+
+@pytest.mark.parametrize("make", [gather, scatter])
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("n", SIZES)
 def test_a_ring_sends_what_the_collective_sends_forward_and_backward(make, ring, n):
