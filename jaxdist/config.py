@@ -6,6 +6,7 @@ A `RunConfig` that exists is valid: `__post_init__` refuses whatever cannot work
 import dataclasses
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 from typing import Literal
 
 from jaxdist.errors import MOST, ConfigError, divisors, require_positive, require_within
@@ -16,13 +17,18 @@ from jaxdist.models.registry import to_dict as model_to_dict
 from jaxdist.models.traced import head_in_layers
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.parallel.pipeline.schedules import divide_layers, with_last
-from jaxdist.params import named_params
+from jaxdist.params import STACKED, named_params
 from jaxdist.strategy import CP_KINDS, ParallelConfig, PrecisionConfig, fits_pipeline, require_choices
 from jaxdist.values import fields_of
 
 OptimizerName = Literal["adamw", "sgd", "lion", "adafactor", "muon"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 MOST_TOKENS = 2**30  # of one update: its targets are counted in 32 bits
+
+
+def require_seed(seed: int) -> None:
+    if not isinstance(seed, Integral) or not 0 <= seed < 2**32:
+        raise ConfigError(f"seed={seed!r}", "must be a whole number from 0 to 2**32 - 1", "Use seed=0")
 
 
 def check_context(model: Model, parallel: ParallelConfig) -> None:
@@ -206,8 +212,7 @@ class RunConfig:
                 "must be off, since cudnn takes no such mask",
                 "Use attention=auto",
             )
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed}", "must be a whole number from 0 to 2**32 - 1", "Use seed=0")
+        require_seed(self.seed)
         self.model.check(self.parallel)
         self._check_sequence()
         self._check_batch()
@@ -263,6 +268,13 @@ class RunConfig:
         return tuple(int(part) for part in stages.split(","))
 
     def _check_pipeline(self):
+        if (self.parallel.pipeline or self.parallel.overlap) and not named_params(declare(self.model)[STACKED]):
+            raise ConfigError(
+                f"{'overlap=True' if self.parallel.overlap else f'pp={self.parallel.mesh.pp}'} with "
+                f"{type(self.model).__name__}",
+                "its layers must have parameters: stages hold them, and overlap sends them",
+                "Declare some in `block`, or leave both out",
+            )
         schedule, parts = self.parallel.pipeline, self.part_layers
         if schedule is None:
             return

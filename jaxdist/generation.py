@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax, random
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.config import require_splits_sequence
+from jaxdist.config import require_seed, require_splits_sequence
 from jaxdist.errors import ConfigError, divisors, require_positive, require_within
 from jaxdist.layout import split_outer
 from jaxdist.mesh import DATA_AXES, MeshShape, make_abstract_mesh
@@ -54,6 +54,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
+        require_seed(self.seed)
         least = 1e-6 if self.temperature else 0  # by less, logits overflow
         require_within("temperature", self.temperature, least, 1e4, "Use 1, or 0 to draw nothing")
         if self.top_k is not None:
@@ -140,7 +141,13 @@ class Generator:
         return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=NamedSharding(self.mesh, _rows_spec(self.shape)))
 
     def put(self, tokens: np.ndarray) -> jax.Array:
-        """Host integers [B] or [B, T] -> each rank's texts."""
+        """Host integers [B], or tokens [B, T] -> each rank's texts. Raises: ConfigError for what is no token."""
+        if tokens.ndim > 1 and not 0 <= tokens.min() <= tokens.max() < self.model.vocab_size:
+            raise ConfigError(
+                f"tokens from {tokens.min()} to {tokens.max()}",
+                f"must be of the vocabulary, from 0 to {self.model.vocab_size - 1}",
+                "Use the model's tokenizer",
+            )
         like = self.abstract_tokens(*tokens.shape[1:])
         return jax.make_array_from_callback(tokens.shape, like.sharding, lambda at: tokens[at].astype(np.int32))
 

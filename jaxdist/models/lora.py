@@ -106,7 +106,16 @@ class LoRA(Model):
 
     def layer(self, ctx: Context, kind: str, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
         weights = {name: part for name, part in params.items() if name != ADAPTERS}
-        return self.base.layer(ctx, kind, self.adapted(weights, params[ADAPTERS]), x_BTD, index)
+        try:
+            return self.base.layer(ctx, kind, self.adapted(weights, params[ADAPTERS]), x_BTD, index)
+        except (TypeError, ValueError) as error:
+            if "__jax_array__" not in str(error):
+                raise
+            raise ConfigError(
+                f"adapters of {type(self.base).__name__}",
+                "its layers must multiply by @ or with the Context: JAX's functions take no matrix with a correction",
+                "Write jnp.asarray(w) where they are called, or leave the matrix out of lora_targets",
+            ) from error
 
     def adapted(self, weights: Tree, adapters: Tree) -> dict:
         """The weights, with a `LowRank` where there is an adapter."""

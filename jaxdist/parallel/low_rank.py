@@ -13,8 +13,8 @@ from jaxdist.parallel.remat import mark_saveable
 class LowRank:
     """w[in, out] + scale * a[in, r] @ b[r, out], in products never added up: x @ w + scale * (x @ a) @ b.
 
-    in, out: one dim or more each. `jaxdist.parallel.tensor` multiplies with it so; what else takes an array is given
-    the sum, whose gradient is as large as w, and so are `OF_THE_SUM`. Source: LoRA, arXiv 2106.09685.
+    in, out: one dim or more each. `jaxdist.parallel.tensor` multiplies with it so. Operators, and methods of an array
+    that are not below, are the sum's, whose gradient is as large as w. Source: LoRA, arXiv 2106.09685.
     """
 
     def __init__(self, w: jax.Array, a: jax.Array, b: jax.Array, scale: float):
@@ -26,13 +26,20 @@ class LowRank:
     ndim = property(lambda self: self.w.ndim)
     dtype = property(lambda self: self.w.dtype)
     num_in = property(lambda self: self.a.ndim - 1)
-    T = property(lambda self: self.total().T)
+    __array_ufunc__ = None  # with which NumPy leaves an operator to ours
+
+    def __getattr__(self, name: str):
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.total(), name)
 
     def __getitem__(self, index):
         return self if index is Ellipsis else self.total()[index]
 
-    def reshape(self, *shape) -> "LowRank | jax.Array":
+    def reshape(self, *shape, order: str = "C") -> "LowRank | jax.Array":
         """The weight in another shape, which keeps `in` and `out` apart; the sum where it does not."""
+        if order != "C":
+            return self.total().reshape(*shape, order=order)
         w = self.w.reshape(*shape)
         size, rank = math.prod(self.a.shape[:-1]), self.a.shape[-1]
         for dim in range(1, w.ndim):
@@ -62,19 +69,17 @@ class LowRank:
         return mark_saveable(x @ self.w + low @ self.b)
 
 
-# An array's operators and methods that the sum answers.
-OF_THE_SUM = (
-    *("__len__", "__iter__", "__neg__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
-    *("__truediv__", "__matmul__", "__rmatmul__", "astype", "transpose", "sum"),
-)
-
-
 def _of_the_sum(name: str):
-    return lambda self, *args, **settings: getattr(self.total(), name)(*args, **settings)
+    return lambda self, *args: getattr(self.total(), name)(*args)
 
 
-for _name in OF_THE_SUM:
-    setattr(LowRank, _name, _of_the_sum(_name))
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")
+for _name in (
+    *_BINARY,
+    *(f"r{name}" for name in _BINARY),
+    *["len", "iter", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge"],
+):
+    setattr(LowRank, f"__{_name}__", _of_the_sum(f"__{_name}__"))
 
 
 def merged(w: jax.Array, a: jax.Array, b: jax.Array, scale: float, *, stacked: bool = False) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig, require_seed
 from jaxdist.data.batches import GlobalBatch
 from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout
@@ -260,6 +260,7 @@ def build_program(
     place = jit(assemble, donate_argnums=0)
 
     def init(seed: int) -> State:
+        require_seed(seed)
         with unusable_donations():
             return place(store(draw(np.uint32(seed))))
 

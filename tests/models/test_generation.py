@@ -242,6 +242,12 @@ def test_what_cannot_be_generated_is_refused(change, match):
         build_generator(MODELS["gpt2"], make_abstract_mesh(shape), shape, dtype="float32", **asked)
 
 
+@pytest.mark.parametrize("wrong", [-1, TEXT["vocab_size"]])
+def test_a_prompt_is_of_the_model_s_tokens(wrong):
+    with pytest.raises(ConfigError, match=f"tokens from .*{wrong}"):
+        build(MODELS["gpt2"], "dp=2").put(np.array([[0, wrong]] * 4))
+
+
 def test_a_token_sees_its_window_and_no_more_of_what_ranks_hold():
     """Two ranks hold positions 3 to 6 between them; that at 6, with a window of 3, sees 4, 5 and itself."""
     k, v, q = (np.random.default_rng(0).normal(size=(2, 7, 4)).astype(np.float32) for _ in range(3))

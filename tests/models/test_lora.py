@@ -312,6 +312,9 @@ def test_a_low_rank_weight_is_its_sum_wherever_an_array_is_asked_for(x64):
     np.testing.assert_allclose(x @ flat, x @ total.reshape(6, 8), rtol=1e-12)
     for found, whole in ((2 * weight, 2 * total), (weight.T, total.T), (-weight, -total), (weight.astype("f4"), total)):
         np.testing.assert_allclose(found, whole, rtol=1e-6)
+    for found, whole in ((np.ones((6, 4, 2)) - weight, 1 - total), (weight.mean(0), total.mean(0)), (weight == 0, 0)):
+        assert isinstance(found, jax.Array)
+        np.testing.assert_allclose(found, whole, rtol=1e-12)
     assert [x.shape for x in weight] == len(weight) * [(4, 2)]  # and ends
     np.testing.assert_allclose(weight.reshape(12, 4), total.reshape(12, 4), rtol=1e-12)
     np.testing.assert_allclose(weight.slice_in_dim(1, 2, 1).total(), total[:, 1:3], rtol=1e-12)

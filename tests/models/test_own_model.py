@@ -367,6 +367,27 @@ def test_adapters_of_a_model_with_lists_are_added_to_each_of_its_matrices():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_adapters_name_what_jax_does_not_compute_with():
+    class Dotted(Llama):
+        def layer(self, ctx, kind, p, x, index):
+            return x + jnp.dot(jnp.dot(x, p["w_up"]), p["w_down"])
+
+    model = LoRA(Dotted(1), 2, 4.0)
+    with pytest.raises(ConfigError, match=r"adapters of Dotted: .*jnp\.asarray\(w\)"):
+        forward_logits(model, model.initial_values(0), np.zeros((1, 8), int), DEVICES[0])
+
+
+@pytest.mark.parametrize("how", [{"mesh": "pp=2"}, {"mesh": "dp=2", "overlap": True}])
+def test_layers_without_parameters_are_refused_where_they_are_divided(how):
+    @dataclass(frozen=True)
+    class Bare(Llama):
+        def block(self, kind):
+            return {}
+
+    with pytest.raises(ConfigError, match="Bare: its layers must have parameters"):
+        proof_config(Bare(), **how)
+
+
 def test_names_that_dots_make_one_are_refused():
     @dataclass(frozen=True)
     class Dotted(Llama):

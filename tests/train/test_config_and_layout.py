@@ -17,8 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.oracles import plain
 from jaxdist.checkpoint.logical import from_logical, to_logical
 from jaxdist.config import OptimizerConfig, RunConfig, from_dict, to_dict
+from jaxdist.errors import ConfigError
+from jaxdist.generation import Sampling
 from jaxdist.layout import Leaf, group
-from jaxdist.mesh import MeshShape, make_mesh, parse_mesh
+from jaxdist.mesh import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import make_schedule
@@ -306,6 +308,15 @@ def test_every_layer_has_one_row_where_its_part_lies(name, parts):
         part = schedule.part(*divmod(number, schedule.num_chunks))
         layers = list(range(sum(parts[:part]), sum(parts[: part + 1])))
         assert list(rows[at : at + depth]) == layers + [-1] * (depth - len(layers))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5])
+def test_a_seed_is_a_whole_number_of_32_bits(seed):
+    config = RunConfig(PRESETS["proof"])
+    program = build_program(config, make_abstract_mesh(config.parallel.mesh))
+    for take in (program.init, lambda seed: dataclasses.replace(config, seed=seed), lambda seed: Sampling(seed=seed)):
+        with pytest.raises(ConfigError, match=f"seed={seed}"):
+            take(seed)
 
 
 def test_another_seed_gives_other_initial_values():
