@@ -16,8 +16,8 @@ from jaxdist.parallel import tensor
 def vocab_parallel_embedding(tokens_BT: jax.Array, table_VD: jax.Array, sp: bool) -> jax.Array:
     """Look up rows of a table whose vocabulary is split over tp.
 
-    Layout: tokens[B, T], table[V_tp, D] -> {U_tp} (zero where another rank owns the token) -> leave -> x[B, T, D],
-    or x[B, T_tp, D] with sp.
+    Layout: tokens[B, T], table[V_tp, D] -> {U_tp} (zero where another rank owns the token, NaN where none does) ->
+    leave -> x[B, T, D], or x[B, T_tp, D] with sp.
     Backward: as `leave`; the gradient of a row lands on the rank that owns it, summed over its tokens in at least fp32.
     Sends: as `leave`, once a micro-batch.
     Source: arXiv 1909.08053, section 3.
@@ -25,7 +25,9 @@ def vocab_parallel_embedding(tokens_BT: jax.Array, table_VD: jax.Array, sp: bool
     local_BT = _from_own_first(tokens_BT, table_VD.shape[0])
     owned_BT = (local_BT >= 0) & (local_BT < table_VD.shape[0])
     rows_BTD = look_up(table_VD.shape[0], table_VD, jnp.where(owned_BT, local_BT, 0))
-    return tensor.leave(jnp.where(owned_BT[..., None], rows_BTD, 0), sp)
+    last = (comm.size(tensor.AXIS) - comm.rank(tensor.AXIS)) * table_VD.shape[0]
+    others_BT = jnp.where((tokens_BT >= 0) & (local_BT < last), 0.0, jnp.nan).astype(rows_BTD.dtype)
+    return tensor.leave(jnp.where(owned_BT[..., None], rows_BTD, others_BT[..., None]), sp)
 
 
 def _from_own_first(tokens: jax.Array, num_local: int) -> jax.Array:
@@ -84,7 +86,7 @@ def vocab_parallel_cross_entropy(
 ) -> jax.Array:
     """Cross-entropy of a tied head, in nats per token; no rank ever holds the logits of another's vocabulary.
 
-    Columns from `vocab_size` on are padding and never count. Targets below 0 give a loss that means nothing: mask it.
+    Columns from `vocab_size` on are padding: the loss of such a target is NaN. One below 0 means nothing: mask it.
     one_pass: as in `peak_and_total`.
 
     Layout: x[B, T, D] (x[B, T_tp, D] with sp), table[V_tp, D], targets[B, T] -> loss[B, T], equal along tp.
@@ -117,7 +119,7 @@ def _softmax_forward(vocab_size: int, one_pass: bool, logits_RV: jax.Array, targ
     picked_R = jnp.take_along_axis(wide_RV, jnp.where(owned_R, local_R, 0)[:, None], axis=-1)[:, 0]
     total_R *= jnp.exp(own_peak_R - peak_R)
     total_R, target_R = comm.all_reduce(jnp.stack([total_R, jnp.where(owned_R, picked_R, 0)]), tensor.AXIS)
-    log_total_R = jnp.log(total_R) + peak_R
+    log_total_R = jnp.where(targets_R.astype(local_R.dtype) < vocab_size, jnp.log(total_R) + peak_R, jnp.nan)
     return log_total_R - target_R, (logits_RV, log_total_R, targets_R)
 
 

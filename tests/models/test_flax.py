@@ -22,6 +22,7 @@ from jaxdist.models.context import Context
 from jaxdist.models.decoder import Decoder
 from jaxdist.models.flax import LanguageModel, ShardedParam
 from jaxdist.models.presets import PRESETS
+from jaxdist.parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from jaxdist.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, by_layer, observe
 from jaxdist.placement import make_layout
 from jaxdist.specs import param_specs
@@ -167,6 +168,17 @@ def test_tokens_are_of_any_integers(dtype, vocab_size):
     narrow = tokens.astype(dtype)
     np.testing.assert_array_equal(module(narrow), module(tokens))
     assert float(module.loss(narrow, narrow)) == float(module.loss(tokens, tokens))
+
+
+def test_what_is_no_token_gives_nan_and_no_other_token_s_numbers():
+    table, no_token = jnp.ones((8, 2)), jnp.array([[-1, 8]])  # a vocabulary of 7, padded
+    assert jnp.isnan(vocab_parallel_embedding(no_token, table, False)).all()
+
+    def loss(x, table):
+        return vocab_parallel_cross_entropy(x, table, no_token + 8, 7, False, False).sum()
+
+    found = jax.value_and_grad(loss, argnums=(0, 1))(jnp.ones((1, 2, 2)), table)
+    assert all(jnp.isnan(each).all() for each in jax.tree.leaves(found))
 
 
 def test_wrong_use_is_refused():
