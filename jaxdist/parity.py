@@ -469,9 +469,9 @@ def array_difference(kind, name, ours, theirs, tolerance, elementwise) -> Differ
     elif not theirs.any():
         error = 0.0 if not ours.any() else math.inf
     else:
-        gap = ours - theirs
-        error = float(np.linalg.norm(gap)) / reference_norm
-        error = max(error, float(np.abs(gap).max() / np.abs(theirs).max())) if elementwise else error
+        gap, scaled = (x / np.abs(theirs).max() for x in (ours - theirs, theirs))  # squares of 1e-200 are 0
+        error = float(np.linalg.norm(gap) / np.linalg.norm(scaled))
+        error = max(error, float(np.abs(gap).max())) if elementwise else error
     return Difference(kind, name, error, tolerance, norm, reference_norm)
 
 

@@ -34,7 +34,7 @@ def bench_experts(flags: BenchFlags, config: RunConfig, console: Console) -> Mea
     rows = config.batch_size * model.seq_len * model.top_k
     sizes = (rows, model.num_experts, model.width, model.width_of_expert)
     even = np.full(model.num_experts, rows // model.num_experts)
-    skewed = np.full(model.num_experts, int(rows * (1 - SKEW)) // (model.num_experts - 1))
+    skewed = np.full(model.num_experts, int(rows * (1 - SKEW)) // max(model.num_experts - 1, 1))
     skewed[0] = rows - skewed[1:].sum()
     dtype = jnp.dtype(config.precision.dtype)
     console.print(f"{rows} rows, {model.num_experts} experts of {model.width} x {model.width_of_expert}, {dtype.name}")

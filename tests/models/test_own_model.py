@@ -29,7 +29,7 @@ from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.traced import head_in_layers, parts_using
 from jaxdist.params import Param, named_params
-from jaxdist.parity import compare, forward_logits, in_float64, observe, random_parameters
+from jaxdist.parity import array_difference, compare, forward_logits, in_float64, observe, random_parameters
 from jaxdist.placement import make_layout
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
@@ -509,6 +509,13 @@ def test_results_of_other_structures_are_refused():
         jaxdist.verify(lambda x: {"a": x}, lambda x: {"a": x, "b": x}, (np.ones(3),))
     report = jaxdist.verify(lambda x: (x + 1, x > 0), lambda x: (x + 1, x > 1), (np.ones(3),))
     assert not report.ok and "1 of 2 values differ" in str(report)
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e200])
+def test_numbers_whose_squares_are_none_are_compared(size):
+    x = np.full(3, size)
+    assert array_difference("value", "x", x, x, 1e-10, True).error == 0
+    assert array_difference("value", "x", 2 * x, x, 1e-10, False).error == 1
 
 
 def test_a_reference_in_float64_is_an_oracle_and_another_dtype_is_said():

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 import pytest
 from conftest import in_sample
+from rich.console import Console
 from support import programs
 
-from experiments.bench import collectives, kernels, parity, peers, speed, standin
+from experiments.bench import collectives, experts, kernels, parity, peers, speed, standin
 from experiments.bench.__main__ import BENCHES
 from experiments.bench.flags import BenchFlags
 from experiments.bench.profile import own_seconds, own_time
@@ -97,6 +98,15 @@ def test_a_message_is_as_long_as_its_row_says(monkeypatch):
     rows, _ = collectives.bench_collectives(flags, flags.run_config(), None)
     inputs = dict(zip([row.name for row in rows], sent[::2], strict=True))  # each before a copy
     assert inputs["all_reduce 96 bytes on 2"] == 24 and inputs["all_gather 96 bytes on 2"] == 12
+
+
+def test_one_expert_gets_all_rows(monkeypatch):
+    taken = []
+    monkeypatch.setattr(experts, "timed", lambda product, sizes, counts, *_: taken.append(counts.tolist()) or [1.0])
+    model = dataclasses.replace(PRESETS["moe-proof"], num_experts=1, top_k=1)
+    flags = BenchFlags(which="experts", device="cpu", only="grouped")
+    experts.bench_experts(flags, RunConfig(model, batch_size=2), Console(quiet=True))
+    assert taken == [[2 * model.seq_len]] * 3
 
 
 def test_time_inside_another_operation_is_not_its_own():
