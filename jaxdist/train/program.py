@@ -94,30 +94,36 @@ class Program:
     def put(self, batch: Mapping) -> Batch:
         """The global batch -> device arrays, each rank getting its rows.
 
-        batch: the arrays of a `Batch` by name, on the host, or a `GlobalBatch`, of which a process reads its own rows.
-        Raises: ConfigError for arrays of other names or shapes than a step takes, or tokens beyond the vocabulary.
+        batch: the arrays of a `Batch` by name, on the host and of any integers, or a `GlobalBatch`, of which a process
+        reads its own rows.
+        Raises: ConfigError for arrays of other names, shapes or numbers than a step takes, or tokens beyond the
+        vocabulary.
         """
         if not isinstance(batch, GlobalBatch):
+            batch = {name: np.asarray(x) for name, x in batch.items()}
             self._require_fits(batch)
         read = batch.read if isinstance(batch, GlobalBatch) else lambda rows: {k: x[rows] for k, x in batch.items()}
 
         def array(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-            return jax.make_array_from_callback(like.shape, like.sharding, lambda at: read(at[0])[name])
+            return jax.make_array_from_callback(
+                like.shape, like.sharding, lambda at: read(at[0])[name].astype(like.dtype, copy=False)
+            )
 
         return Batch(**{name: array(name, x) for name, x in self.abstract_batch()._asdict().items() if x is not None})
 
-    def _require_fits(self, batch: Mapping) -> None:
+    def _require_fits(self, batch: Mapping[str, np.ndarray]) -> None:
         wanted = {name: x.shape for name, x in self.abstract_batch()._asdict().items() if x is not None}
-        found = {name: np.shape(x) for name, x in batch.items()}
+        found = {name: x.shape if x.dtype.kind in "iu" else x.dtype for name, x in batch.items()}
         if found != wanted:
             raise ConfigError(
                 f"a batch of {found}",
-                f"must be {wanted}: batch_size rows of seq_len tokens, with starts exactly where mask_documents is set",
+                f"must be whole numbers, {wanted}: batch_size rows of seq_len tokens, and starts exactly where "
+                "mask_documents is set",
                 "Make another, or another RunConfig",
             )
         most = self.config.model.vocab_size - 1
         for name, least in (("inputs", 0), ("targets", None)):
-            tokens = np.asarray(batch[name])
+            tokens = batch[name]
             if tokens.max() > most or (least is not None and tokens.min() < least):
                 raise ConfigError(
                     f"a batch with {name} from {tokens.min()} to {tokens.max()}",

@@ -323,6 +323,7 @@ def test_a_rank_reads_its_own_rows_of_a_batch():
         (lambda b: {name: np.concatenate([x, x]) for name, x in b.items()}, r"'inputs': \(16, 32\).*\(8, 32\)"),
         (lambda b: {name: x for name, x in b.items() if name != "rows"}, "must be .*'rows'"),
         (lambda b: b | {"starts": 0 * b["inputs"]}, "mask_documents"),
+        (lambda b: b | {"targets": b["targets"] + 0.5}, r"'targets': dtype\('float64'\).* whole numbers, "),
         (lambda b: b | {"inputs": b["inputs"] - 1}, "inputs from -1"),
         (lambda b: b | {"targets": 300 + 0 * b["targets"]}, "targets from 300 to 300.*at most 249"),
     ],
@@ -333,6 +334,14 @@ def test_a_batch_that_is_not_the_run_s_is_refused(change, match):
     tokens = np.arange(8 * 32).reshape(8, 32) % 250
     with pytest.raises(ConfigError, match=match):
         program.put(change({"inputs": tokens, "targets": tokens, "rows": np.arange(8)}))
+
+
+def test_a_batch_of_any_integers_is_what_a_compiled_step_takes():
+    config = RunConfig(PRESETS["proof"], batch_size=2)
+    program = build_program(config, make_mesh(config.parallel.mesh, DEVICES[:1]))
+    tokens = np.arange(64, dtype=np.int8).reshape(2, 32)
+    batch = program.put({"inputs": tokens, "targets": tokens.tolist(), "rows": np.arange(2)})
+    assert all(x.dtype == "int32" for x in jax.tree.leaves(batch)) and np.array_equal(batch.targets, tokens)
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, dict.fromkeys(("pp", "replica", "dp", "ep", "cp", "tp"), 1)])
