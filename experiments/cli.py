@@ -309,6 +309,14 @@ class SafeConsole(Console):
         animated = self.is_terminal and self.file.isatty()
         return super().status(status, **how) if animated or self.quiet else Progress(str(status))
 
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO:  # a terminal that was closed
+                raise
+            self.on_broken_pipe()
+
     def on_broken_pipe(self) -> None:
         """Rich would end the program, with exit code 1."""
         if self.when_broken is None:

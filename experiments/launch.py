@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -59,7 +59,7 @@ def main(flags: LaunchFlags, console: Console) -> int:
     if not flags.arguments:
         raise ConfigError("no command", "there must be one to start", "Write -- -m jaxdist train --mesh dp=2")
     address = f"127.0.0.1:{free_port()}"
-    with Signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)) as signals, ExitStack() as stack:
+    with Signals() as signals, ExitStack() as stack:
         processes = []
         for index in range(flags.processes):
             processes.append(start(flags, index, address))
@@ -97,7 +97,7 @@ def pass_on(process: Guarded, index: int, signals: Signals) -> threading.Thread:
         for line in process.stdout:  # to its end, or the process would wait for a reader
             try:
                 print(f"[{index}] {line}", end="", flush=True)
-            except BrokenPipeError:  # whoever read the output has had enough
+            except OSError:  # whoever read the output has had enough, or its terminal is closed
                 signals.ask(signal.SIGTERM)
 
     thread = threading.Thread(target=copy, daemon=True)
@@ -131,7 +131,8 @@ def wait(processes: list[Guarded], signals: Signals, bound: float) -> int:
 
 
 def say(text: str) -> None:
-    print(f"launch: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads it any more
+        print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
 def send(processes: list[Guarded], number: int) -> None:

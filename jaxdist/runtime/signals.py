@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Self
 
 EXIT_SIGNAL = 128  # plus the number of the signal that stopped it, as shells have it
@@ -60,7 +61,7 @@ class Interrupts:
 
 
 class Signals:
-    """A context that keeps the first signal in `self.number`, for the job to stop by itself; the next ends it at once.
+    """A context that keeps the first signal in `self.number`, for the job to stop by itself; the next ends it at once, but for SIGHUP.
 
     With `grace` (seconds) the process ends by itself that long after the first one, done or not, after `late` has
     said so. `heard` is called with the first one's name, in a thread: the job itself may be compiling, and hear of it
@@ -69,7 +70,7 @@ class Signals:
 
     def __init__(
         self,
-        numbers: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT),
+        numbers: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
         grace: float | None = None,
         late: Callable[[], None] = lambda: None,
         heard: Callable[[str], None] | None = None,
@@ -102,7 +103,8 @@ class Signals:
             while numbers := os.read(self._pipe[0], 1):
                 if numbers[0] in self._before and not (said or self.ignored):
                     said = True
-                    heard(signal.Signals(numbers[0]).name)
+                    with suppress(OSError):  # its terminal may be gone
+                        heard(signal.Signals(numbers[0]).name)
             os.close(self._pipe[0])
 
         threading.Thread(target=listen, daemon=True).start()
@@ -111,6 +113,8 @@ class Signals:
         if self.ignored:
             return
         if self.number is not None:
+            if number == signal.SIGHUP:  # of one closed terminal the kernel and the shell each send one
+                return
             raise SystemExit(EXIT_SIGNAL + number)
         self.number = number
         if self._grace is not None:
@@ -124,7 +128,8 @@ class Signals:
             self.number = number
 
     def _end(self, number: int) -> None:
-        self._late()
+        with suppress(OSError):
+            self._late()
         os._exit(EXIT_SIGNAL + number)
 
     @property

@@ -1,15 +1,19 @@
 """Ctrl-C and other signals reach a program wherever it is."""
 
+import errno
+import os
 import queue
 import signal
 import time
 from concurrent.futures import Future
 from contextlib import suppress
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from experiments import train_setup
+from experiments.cli import SafeConsole
 from jaxdist.runtime.signals import Interrupts, Signals, use_default_sigint
 
 
@@ -47,6 +51,23 @@ def test_the_first_signal_is_heard_where_the_job_does_not_look():
     with Signals((signal.SIGUSR1,), heard=heard.put) as signals:
         signal.raise_signal(signal.SIGUSR1)
         assert heard.get(timeout=20) == "SIGUSR1" and signals.number == signal.SIGUSR1
+
+
+def test_a_closed_terminal_asks_to_stop_though_it_signals_twice_and_takes_no_text():
+    gone, asked = OSError(errno.EIO, "Input/output error"), []
+    console = SafeConsole(file=SimpleNamespace(write=Mock(side_effect=gone), isatty=lambda: False))
+    console.when_broken = lambda: asked.append("stop")
+    with Signals(heard=Mock(side_effect=gone)) as signals:
+        for _ in range(2):  # the kernel's, and the shell's
+            signal.raise_signal(signal.SIGHUP)
+        console.print("a step")
+    assert signals.number == signal.SIGHUP and asked == ["stop"] and console.quiet
+
+
+def test_a_job_that_is_late_ends_though_nobody_reads_that(monkeypatch):
+    monkeypatch.setattr(os, "_exit", Mock())
+    Signals(late=Mock(side_effect=BrokenPipeError))._end(signal.SIGTERM)
+    os._exit.assert_called_once_with(143)
 
 
 def test_work_that_ends_as_nobody_waits_for_it_is_done(monkeypatch):
