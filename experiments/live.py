@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,26 +46,25 @@ class LiveFlags:
 def main(flags: LiveFlags, console: Console) -> int:
     require_within("every", flags.every, 0.1, 3600)
     folder = Path(flags.run)
+    require_writable("--svg", flags.svg)
     try:
-        config = read_config(folder)
+        panel = panel_of(folder)
     except ConfigError as error:
         raise ConfigError(f"RUN {flags.run!r}", error.required, "Name the folder of a run") from error
-    require_writable("--svg", flags.svg)
-    steps, compiled = config.get("steps"), config.get("compiled")
-    planned = sum(x for x in compiled.values() if type(x) is int) if isinstance(compiled, dict) else 0
-    simulated = "SIMULATED" in str(config.get("devices", ""))
-    panel = RunPanel(str(folder), steps if type(steps) is int else 0, planned or None, simulated)
-    seen = show(panel, folder, 0)
-    if not seen:
+    if panel.is_empty:
         reason = "a line of its metrics.jsonl must be whole and of this version"
         raise ConfigError(f"the run in {folder}", reason, "Wait for its first step, or use the version that ran it")
     if flags.once or not console.is_terminal:
         console.print(panel)
     else:
-        with Live(panel, console=console, refresh_per_second=2):
-            while not has_ended(folder):
+        with Live(panel, console=console, refresh_per_second=2) as live:
+            ended = has_ended(folder)
+            while not ended:
                 time.sleep(flags.every)
-                seen = show(panel, folder, seen)
+                ended = has_ended(folder)  # asked before the last steps are read
+                with suppress(ConfigError):  # it begins anew
+                    panel = panel_of(folder)
+                live.update(panel)
     if flags.svg is not None:
         picture = Console(record=True, width=SVG_WIDTH, file=io.StringIO())
         picture.print(panel)
@@ -77,18 +77,22 @@ def has_ended(folder: Path) -> bool:
     return is_complete(folder) or (folder / STOPPED).exists()
 
 
-def show(panel: RunPanel, folder: Path, seen: int) -> int:
-    """Give the panel the steps after `seen`; the last of them."""
-    for record in records(folder / METRICS, seen):
+def panel_of(folder: Path) -> RunPanel:
+    """The run as its files have it now. Raises: ConfigError where it has no config.json."""
+    config = read_config(folder)
+    steps, compiled = config.get("steps"), config.get("compiled")
+    planned = sum(x for x in compiled.values() if type(x) is int) if isinstance(compiled, dict) else 0
+    simulated = "SIMULATED" in str(config.get("devices", ""))
+    panel = RunPanel(str(folder), steps if type(steps) is int else 0, planned or None, simulated)
+    for record in records(folder / METRICS):
         panel.update(record, [])
-        seen = record["step"]
-    return seen
+    return panel
 
 
-def records(path: Path, seen: int) -> Iterator[dict]:
-    """The good lines of later steps that say what the panel shows: another version may have written others."""
-    for step, line in read_metrics(path)[0]:
-        if step > seen and (record := shown_of(json.loads(line))) is not None:
+def records(path: Path) -> Iterator[dict]:
+    """The good lines that say what the panel shows: another version may have written others."""
+    for _, line in read_metrics(path)[0]:
+        if (record := shown_of(json.loads(line))) is not None:
             yield record
 
 

@@ -36,8 +36,12 @@ class RunPanel:
         self._recent.append(record["seconds"])
         self._held_out = record.get("held_out_loss", self._held_out)
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._record
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not self._record:
+        if self.is_empty:
             yield Panel(Text("the first step is under way"), title=Text(self.title))
             return
         rows = Table.grid(padding=(0, 2), expand=True)

@@ -204,6 +204,7 @@ class Question:
     recipe_notes: list[str]
     rate_known: bool
     efficiency: Efficiency
+    capacity_bytes: float  # of the card, of which --max-gib may leave less in `hardware`
     fixed: Mapping[str, Fixed] = field(default_factory=dict)  # by its words
     files: tuple[str, str | None] = (PLACEHOLDERS["data"], None)  # of the command: its data and its first weights
     within: float = WITHIN  # of the fastest layout's time: what a simpler one may take more
@@ -274,7 +275,8 @@ def ask(flags: PlanFlags) -> Question:
     means = flags.devices_per_node, attention, tokens, hours, flags.budget, dollars
     weights = flags.model if is_path(flags.model) else PLACEHOLDERS["weights"]
     files = flags.data or PLACEHOLDERS["data"], weights if flags.lora or flags.finetune else None
-    known = notes, recipe_notes, rate_known, efficiency_for(flags, hardware)
+    capacity = find_hardware(flags.hardware, flags.hardware_file).memory_bytes
+    known = notes, recipe_notes, rate_known, efficiency_for(flags, hardware), capacity
     return Question(config, hardware, *means, *known, fixed, files, flags.simplest_within)
 
 

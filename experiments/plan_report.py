@@ -131,7 +131,7 @@ def to_json(plan: Plan) -> dict:
         "nodes": cluster.num_nodes,
         "devices": cluster.num_devices,
         "links": {"inside": cluster.inside.quoted, "between": cluster.between.quoted},
-        "capacity_bytes": cluster.hardware.memory_bytes,
+        "capacity_bytes": question.capacity_bytes,
         "usable_bytes": usable_bytes(cluster),
         "num_layouts": plan.num_layouts,
         "num_fitting": plan.num_fitting,

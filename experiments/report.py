@@ -5,6 +5,7 @@ python -m experiments.report runs/a runs/b runs/c       curves of several runs i
 """
 
 import json
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +46,13 @@ class ReportFlags:
 def main(flags: ReportFlags, console: Console) -> int:
     if not flags.runs:
         raise ConfigError("no run", "there must be a folder that `train --out` made", "Name one, as in runs/a")
-    folders = [*dict.fromkeys(map(Path, flags.runs))]  # "a" and "a/" are one
-    runs = [read_run(folder) for folder in folders]
+    found = {os.path.realpath(run.folder): run for run in map(read_run, map(Path, flags.runs))}
+    runs = [*found.values()]  # "a", "./a" and a link to it are one
     require_writable("--out", flags.out)
     without_devices(1)
     entries = []
     with Progress("reading runs", quiet=console.quiet) as progress:
-        for number, (label, run) in enumerate(zip(labels(folders), runs, strict=True)):
+        for number, (label, run) in enumerate(zip(labels([run.folder for run in runs]), runs, strict=True)):
             progress.update(number, len(runs))
             entries.append(make_entry(label, run, flags))
     write_output("--out", flags.out, page(entries))

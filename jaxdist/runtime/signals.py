@@ -61,7 +61,7 @@ class Interrupts:
 
 
 class Signals:
-    """A context that keeps the first signal in `self.number`, for the job to stop by itself; the next ends it at once, but for SIGHUP.
+    """A context that keeps the first signal in `self.number`, for the job to stop by itself; the next ends it at once.
 
     With `grace` (seconds) the process ends by itself that long after the first one, done or not, after `late` has
     said so. `heard` is called with the first one's name, in a thread: the job itself may be compiling, and hear of it

@@ -214,6 +214,7 @@ def test_what_if_asks_the_questions_beside_it(capsys, tmp_path):
     assert rows["twice the batch"]["step_seconds"] == alone["step_seconds"]
     found = recorded(capsys, tmp_path, *args, "--max-gib", "60", "--what-if")
     assert {row["card"] for row in found["tables"]["What if"]} == {"h100", "h200"}
+    assert (found["usable_bytes"], found["capacity_bytes"]) == (pytest.approx(60 * 2**30), 80 * 2**30)
     found = recorded(capsys, tmp_path, *args, "--mesh", "tp=4", "--what-if")  # which fills the smaller cluster
     rows = {row["what if"]: row for row in found["tables"]["What if"]}
     assert "tp=4" in rows["a node fewer"]["mesh"] and rows["a node fewer"]["batch_size"] == 64

@@ -98,7 +98,9 @@ def test_colours_of_charts_are_the_pages(trained, tmp_path):
 def test_several_runs_share_charts_and_have_names_of_their_own(trained, copy, tmp_path):
     (tmp_path / "other").mkdir()
     shutil.copytree(copy, tmp_path / "other/run")
-    _, page = report(tmp_path, copy, tmp_path / "other/run", copy)
+    (tmp_path / "link").symlink_to(copy)
+    _, page = report(tmp_path, tmp_path / "link", tmp_path / "other/run", copy)
+    assert page.text.count("nobody has compared this layout") == 2, "one folder by two names is one run"
     names = labels([copy, tmp_path / "other/run"])
     assert names == [str(copy), str(tmp_path / "other/run")] and all(name in page.text for name in names)
     assert labels([copy, tmp_path / "other"]) == ["run", "other"]

@@ -1,5 +1,6 @@
 """The panel of a run, while it trains and read from its folder."""
 
+import io
 import json
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_line_of_other_types_is_passed_over_or_shown(tmp_path, value):
         holder[inner or outer] = value
         path.write_text(f"{json.dumps(record(1))}\n{json.dumps(changed)}\n")
         panel = RunPanel("", 10, None, simulated=True)
-        for each in watch.records(path, 0):
+        for each in watch.records(path):
             panel.update(each, [])
         assert "step" in shown(panel)
 
@@ -100,6 +101,18 @@ def test_a_run_that_goes_on_elsewhere_is_shown_and_drawn(folder, capfd):
     assert code == 0 and "step 2 of 3" in out and "no speed" in out, err
     drawn = (folder / "panel.svg").read_text()
     assert drawn.startswith("<svg") and "font-face" not in drawn and "url(http" not in drawn
+
+
+def test_a_run_that_rolls_back_or_begins_anew_is_shown_as_its_files_have_it(folder, monkeypatch):
+    def go_back(seconds):
+        (folder / "config.json").write_text('{"steps": 9}')
+        (folder / "metrics.jsonl").write_text(json.dumps(record(1, loss=7.0)) + "\n")
+        (folder / "stopped.json").write_text("{}")
+
+    monkeypatch.setattr(watch.time, "sleep", go_back)
+    console = Console(force_terminal=True, record=True, file=io.StringIO())
+    assert watch.main(watch.LiveFlags(str(folder)), console) == 0
+    assert "step 1 of 9" in said(console.export_text()).split("╮")[-1]
 
 
 def test_a_run_that_stopped_before_its_last_step_has_ended(tmp_path):
