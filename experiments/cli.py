@@ -341,9 +341,11 @@ def run_program(
     if words and words[0] in VERBS.get(prog, {}):
         module = importlib.import_module(f".{VERBS[prog][words[0]]}", __package__)
         return run_program(typing.get_type_hints(module.main)["flags"], module.main, f"{prog} {words[0]}", words[1:])
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the shell: >&-
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115, for as long as the process lives
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115, for as long as the process lives
+    if not os.environ.get("COLUMNS", "80").strip("0"):  # not known; rich would write nothing into no columns
+        del os.environ["COLUMNS"]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal whose encoding lacks a character shows its number
             stream.reconfigure(errors="backslashreplace")

@@ -246,6 +246,13 @@ def test_who_has_read_enough_ends_a_program_or_asks_it_to_stop():
     assert asked == ["once"]
 
 
+def test_programs_speak_where_no_terminal_is_known_and_their_input_is_closed(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "0")
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, stderr = run(capsys, "generate", "nowhere", "--prompts", "-")
+    assert code == 2 and "must have a line" in stderr
+
+
 def test_train_looks_at_every_flag(monkeypatch, capsys, tmp_path, text):
     """A flag that nothing reads would be ignored."""
     read, begin = set(), experiments.train.main
