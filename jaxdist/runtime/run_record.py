@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +29,10 @@ MOST_NAMES = 1000  # of columns, so that a damaged file cannot make more
 
 @dataclass(frozen=True, eq=False)
 class ProcessLines:
-    """What one process measured. memory: of its devices that have an allocator, after its last step, with the most of
-    every step as the peak."""
+    """What one process measured, in the steps that all have.
+
+    memory: of its devices that have an allocator, after its last step, with the most of every step as the peak.
+    """
 
     index: int
     seconds: dict[str, Column]
@@ -220,10 +223,19 @@ def _read_processes(folder: Path, notes: list[str]) -> list[ProcessLines]:
     files = {int(path.stem): path for path in folder.glob("*.jsonl") if re.fullmatch(r"\d{4,9}", path.stem, re.ASCII)}
     if not files:
         notes.append(f"there is no file of a process in {PROCESSES}/: no times of each process, no memory of devices")
+    read = {index: _Lines(path, f"{PROCESSES}/{path.name}", notes) for index, path in sorted(files.items())}
+    first = next((int(lines.steps[-1]) for lines in read.values() if lines.steps.size), 0)
+    for index, lines in [*read.items()]:
+        if lines.steps.size and abs(int(lines.steps[-1]) - first) > 1:  # one that ends with the run may lack a step
+            last = f"ends at step {lines.steps[-1]} and the first process at {first}"
+            notes.append(f"{PROCESSES}/{files[index].name} {last}: the run goes on without it, and it is left out")
+            del read[index]
+    steps = [lines.steps for lines in read.values() if lines.steps.size]
+    shared = reduce(np.intersect1d, steps) if steps else np.empty(0)  # others are no measure of one against another
     found = []
-    for index, path in sorted(files.items()):
-        lines = _Lines(path, f"{PROCESSES}/{path.name}", notes)
-        found.append(ProcessLines(index, lines.parts(), _memory(lines.records)))
+    for index, lines in read.items():
+        seconds = {part: values[np.isin(lines.steps, shared)] for part, values in lines.parts().items()}
+        found.append(ProcessLines(index, seconds, _memory(lines.records)))
     return found
 
 

@@ -145,6 +145,16 @@ def test_the_slowest_process_has_the_number_of_its_file(folder):
     assert read_run(folder).spread_over_processes()["host"].process == 2
 
 
+def test_processes_are_compared_where_all_were_and_not_with_those_that_are_gone(folder):
+    fast, slow = {"seconds": {"host": 1.0}}, {"seconds": {"host": 9.0}}
+    write_process(folder, 0, slow, slow, fast, fast)  # alone, and then with another
+    (folder / "processes/0001.jsonl").write_text("".join(json.dumps({"step": n, **fast}) + "\n" for n in (3, 4)))
+    write_process(folder, 2, slow, slow)
+    found = read_run(folder)
+    assert [each.index for each in found.processes] == [0, 1] and found.spread_over_processes()["host"].most == 1.0
+    assert "0002.jsonl ends at step 2 and the first process at 4" in " ".join(found.notes)
+
+
 def test_the_peak_of_a_device_is_the_most_of_every_step(folder):
     peaks = [{"memory": [{"rank": 0, "in_use": 1, "peak": peak, "limit": 10}]} for peak in (9, 5)]
     write_process(folder, 0, *peaks)
