@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdist.checkpoint import safetensors
-from jaxdist.checkpoint.checkpoints import Checkpoints, SaveFailed
+from jaxdist.checkpoint.checkpoints import Checkpoints, SaveFailed, require_savable
 from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
 from jaxdist.checkpoint.trained import SOURCE, find_weights
 from jaxdist.checkpoint.weights import (
@@ -106,6 +106,7 @@ def import_weights(flags: Hf, console: Console) -> int:
     dtypes = stored_dtypes(places, model)
     parallel, devices = placed_on(flags)
     jax.config.update("jax_enable_x64", np.dtype(np.float64) in dtypes.values())
+    require_savable(flags.out)
     checkpoints = Checkpoints(flags.out)
     if checkpoints.steps() or holds_run(checkpoints.folder):
         raise ConfigError(f"--out {flags.out}", "must not hold a checkpoint or a run yet", "Choose another folder")

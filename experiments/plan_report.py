@@ -204,8 +204,8 @@ def print_plan(console: Console, plan: Plan, record: dict) -> None:
     base, cluster, row = plan.question.base, plan.found.cluster, record["rows"][0]
     searched = plan.num_layouts > 1
     console.print(
-        f"[bold]{base.model.describe()}[/], {base.batch_size} sequences an update, {base.precision.dtype}, "
-        f"{base.optimizer.name}, on {cluster.num_nodes} × {cluster.devices_per_node} {cluster.hardware.title}"
+        f"[bold]{escape(base.model.describe())}[/], {base.batch_size} sequences an update, {base.precision.dtype}, "
+        f"{base.optimizer.name}, on {cluster.num_nodes} × {cluster.devices_per_node} {escape(cluster.hardware.title)}"
     )
     console.print(
         f"[bold]{escape(layout_words(row))}[/]: {seconds(row['step_seconds'])} ± {row['error']:.0%} a step, "
@@ -241,7 +241,7 @@ def print_plan(console: Console, plan: Plan, record: dict) -> None:
         print_bullet(console, sentence)
     for warning in (*plan.found.config(plan.best).warnings(), *plan.question.notes):
         print_bullet(console, in_flags(warning, PlanFlags), "yellow")
-    console.print("\n" + " ".join(record["assumptions"]), style="dim")
+    console.print("\n" + " ".join(record["assumptions"]), style="dim", markup=False)
 
 
 def print_rows(console: Console, rows: list[dict]) -> None:

@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from jaxdist.checkpoint import resume
-from jaxdist.checkpoint.checkpoints import Checkpoints, Manifest, SaveFailed, made_in
+from jaxdist.checkpoint.checkpoints import Checkpoints, Manifest, SaveFailed, made_in, require_savable
 from jaxdist.checkpoint.trained import SOURCE, Weights, companions_of, compare_tokens, find_weights, require_same_tokens
 from jaxdist.checkpoint.weights import copy_companions, is_folder_of_weights
 from jaxdist.commands import command_text
@@ -198,6 +198,7 @@ def check_run(flags: TrainFlags, console: Console) -> Run:
     out = None if flags.out is None else Path(flags.out)
     if out is not None:
         require_writable_folder(out)
+        require_savable(out)
         for name, _ in [] if flags.data is None else parse_sources(flags.data):
             if Path(name).is_dir() and Path(name).resolve() in (out.resolve(), *out.resolve().parents):
                 reason = f"must be outside of data={name!r}, or the run would be part of what it reads"

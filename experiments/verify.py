@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import jax
 from rich.console import Console
+from rich.markup import escape
 
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.data.batches import random_batches
@@ -138,7 +139,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
             progress.update(len(verdicts), len(chosen))
             verdicts.append(verify(name, config))
             if not console.is_terminal:
-                console.print(f"{'pass' if verdicts[-1].ok else 'FAIL'}  {name}")
+                console.print(f"{'pass' if verdicts[-1].ok else 'FAIL'}  {name}", markup=False)
 
     # ---- report ----
     if not strategies:
@@ -147,7 +148,7 @@ def main(flags: VerifyFlags, console: Console) -> int:
     for verdict in verdicts:
         for difference in verdict.differences:
             if not difference.ok:
-                console.print(f"[red]{verdict.name}[/]: {describe(difference)}")
+                console.print(f"[red]{escape(verdict.name)}[/]: {escape(describe(difference))}")
     num_passed = sum(verdict.ok for verdict in verdicts)
     reference = "one device" if flags.oracle == "none" else f"the oracle ({flags.oracle})"
     console.print(f"{num_passed} of {len(verdicts)} strategies compute what {reference} computes")

@@ -105,6 +105,17 @@ class Manifest:
         return _sealed(asdict(self))["hash"]
 
 
+def require_savable(out: Path | str) -> None:
+    """Refuse a folder under which Orbax would lose arrays. Raises: ConfigError.
+
+    It takes a path for a pattern of names, and TensorStore takes it for a URL.
+    """
+    there = os.path.abspath(out)
+    if found := "".join(sign for sign in "*?[#%\\" if sign in there):
+        required = f"its path must have none of * ? [ # % \\ in it, and has {found}: no checkpoint could be saved"
+        raise ConfigError(f"out={there!r}", required, "Name another folder")
+
+
 class Checkpoints:
     """The checkpoints of one run. Every process of the run makes one and calls it at the same steps.
 

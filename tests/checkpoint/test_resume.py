@@ -394,6 +394,7 @@ def test_a_run_that_is_stopped_saves_no_copies_that_differ(train, tmp_path, monk
         ("--overwrite --out OUT/run", "--overwrite without --fresh"),
         ("--on-spike roll-back --out OUT/run", "roll-back without --checkpoint-every"),
         ("--grace 0", "--grace 0.0"),
+        *((f"--out OUT/{sign}", "no checkpoint could be saved") for sign in "*?[#%"),
         ("--stuck-after nan", "--stuck-after nan"),
         ("--restore OUT/nowhere", "it holds no committed one"),
         ("--drill rot:step=1", "--drill rot:step=1"),
