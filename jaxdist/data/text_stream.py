@@ -43,10 +43,9 @@ class TextStream:
             while sum(map(len, self._context[1:])) >= CONTEXT:
                 del self._context[0]
         whole = self._certain
-        found = [at for at in map(whole.find, self.stop) if at >= 0]
-        if found:
+        if (end := self._first_stop()) < len(whole):
             self.done = True
-            return self._up_to(min(found))
+            return self._up_to(end)
         held_back = max((self._begun(whole, word) for word in self.stop), default=0)
         return self._up_to(len(whole) - held_back)
 
@@ -56,7 +55,12 @@ class TextStream:
             return ""
         self.done = True
         self._certain += self._decoded()
-        return self._up_to(len(self._certain))
+        return self._up_to(self._first_stop())
+
+    def _first_stop(self) -> int:
+        """Where the first stop word begins; without one, the end of the text."""
+        found = (at for at in map(self._certain.find, self.stop) if at >= 0)
+        return min(found, default=len(self._certain))
 
     def _decoded(self) -> str:
         """What the waiting tokens add."""

@@ -221,6 +221,8 @@ def test_text_ends_at_the_first_stop_word_of_a_token_that_holds_several():
     assert TextStream(tokenizer, stop=("zz", "b")).add(0) == "a"
     at_once = TextStream(tokenizer, stop=("ab",))
     assert at_once.add(0) == "" and at_once.done
+    half = TextStream(SimpleNamespace(decode=lambda tokens: "aSTOP\ufffd"), stop=("STOP",))
+    assert half.add(0) == "" and half.close() == "a"
 
 
 @pytest.mark.parametrize(
