@@ -429,6 +429,15 @@ def test_bars_of_blackwell_hold_what_was_published():
     assert (first.cluster.num_nodes, first.cluster.devices_per_node) == (4, 64)
 
 
+def test_what_stages_send_crosses_nodes_where_a_stage_fills_one():
+    """The same activations either way; pp is the outermost axis, so two stages of 8 GPUs are on two nodes."""
+    sizes = {"pp": 2, "microbatches": 4, "rows": 1, "zero": 1}
+    cluster, e = replace(H100, num_nodes=2), UNCALIBRATED
+    inside, across = (step_time(PaperWork(SHAPE), Layout(dp=dp, **sizes), cluster, e).pp for dp in (4, 8))
+    slower = cluster.inside.bytes_per_s * e.inside / (cluster.between.bytes_per_s * e.between)
+    assert across / inside == pytest.approx(slower, rel=0.05)
+
+
 def test_experts_by_constants_that_are_fitted_to_none():
     """Their bar is wider."""
     page = (Path(__file__).parents[2] / "docs/plan-evidence.md").read_text(encoding="utf-8")

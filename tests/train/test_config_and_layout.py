@@ -147,6 +147,10 @@ def test_storage_is_undone_exactly_and_padding_is_small(data):
         )
 
 
+def test_every_rank_holds_a_single_number():
+    assert choose_zero_dim(leaf((), (), 1, 2, None), first=0) is None
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_layers_change_stages_and_come_back(data):
