@@ -112,7 +112,8 @@ class Generator:
 
     prefill(params, tokens[B, T], lengths[B], first=0) -> Next, of prompts padded on the right to T.
     decode(params, caches, tokens[B], positions[B], first=0) -> Next: the newest tokens at their positions; donates the
-    caches. first: the number among all texts of the first of these, which random tokens follow from.
+    caches. first: the number among all texts of the first of these, which random tokens follow from. A text that is
+    longer than the capacity has NaN for logits.
     specs: of the parameters at their logical shape, as a nested dict. caches: shapes, dtypes and shardings, of each
     attention of each kind of layer.
     """
@@ -202,14 +203,13 @@ def build_generator(
             f"{capacity} tokens with seq_len={model.seq_len}", "must fit the positions of the model", "Shorten the text"
         )
     specs, rows = parameter_specs(model, parallel), _rows_spec(shape)
-    bound = _OnStages(
-        model, shape, sampling, Context(split=parallel.split, expert_axes=parallel.expert_axes, attention=attention)
-    )
+    ctx = Context(split=parallel.split, expert_axes=parallel.expert_axes, attention=attention)
+    bound = _OnStages(model, shape, sampling, capacity, ctx)
     on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
-    caches = _cache_specs(bound, on_mesh, specs, dtype, num_texts, capacity)
+    caches = _cache_specs(bound, on_mesh, specs, dtype, num_texts)
     outputs = Next(rows, rows, caches)
     number = PartitionSpec()
-    on_prompts = on_mesh(partial(bound.prefill, capacity), in_specs=(specs, rows, rows, number), out_specs=outputs)
+    on_prompts = on_mesh(bound.prefill, in_specs=(specs, rows, rows, number), out_specs=outputs)
     on_tokens = on_mesh(bound.decode, in_specs=(specs, caches, rows, rows, number), out_specs=outputs)
 
     def prefill(params, tokens, lengths, first=0):
@@ -232,7 +232,7 @@ def _rows_spec(shape: MeshShape) -> PartitionSpec:
     return drop_unit_axes((DATA_AXES,), shape)
 
 
-def _cache_specs(bound: "_OnStages", on_mesh: Callable, specs: dict, dtype: str, num_texts: int, capacity: int):
+def _cache_specs(bound: "_OnStages", on_mesh: Callable, specs: dict, dtype: str, num_texts: int):
     """How the caches are split, in their structure: [L, B, C, K, H] over pp, the data axes, cp, and tp by heads.
 
     Heads that several ranks hold are counted on each of them. Raises: ConfigError for a model without attention.
@@ -242,7 +242,7 @@ def _cache_specs(bound: "_OnStages", on_mesh: Callable, specs: dict, dtype: str,
     found: list = []
 
     def look(params, tokens, lengths):
-        found.append(bound.prefill(capacity, params, tokens, lengths).caches)
+        found.append(bound.prefill(params, tokens, lengths).caches)
         return jnp.zeros(())
 
     rows = _rows_spec(bound.shape)
@@ -267,10 +267,11 @@ class _OnStages:
     model: Model
     shape: MeshShape
     sampling: Sampling
+    capacity: int
     ctx: Context
 
-    def prefill(self, capacity: int, params: dict, tokens_BT: jax.Array, lengths_B: jax.Array, first=0) -> Next:
-        cache = partial(Prompts, lengths_B, capacity, self.ctx.split)
+    def prefill(self, params: dict, tokens_BT: jax.Array, lengths_B: jax.Array, first=0) -> Next:
+        cache = partial(Prompts, lengths_B, self.capacity, self.ctx.split)
 
         def layers(params, x_BTD, _):
             def body(x, layer):
@@ -337,6 +338,7 @@ class _OnStages:
             jnp.promote_types(x_B1D.dtype, jnp.float32)
         )
         logits_BV = comm.all_gather(logits_BV, "tp", 1, replicated=True)[:, : self.model.vocab_size]
+        logits_BV = jnp.where((positions_B <= self.capacity)[:, None], logits_BV, jnp.nan)  # others overwrote the first
         rows_B = first + comm.rank(DATA_AXES) * len(positions_B) + jnp.arange(len(positions_B))
         return Next(self.sampling.choose(logits_BV, rows_B, positions_B), logits_BV, caches)
 

@@ -16,7 +16,7 @@ from support.small_models import MODELS, TEXT
 from jaxdist.data.text_stream import TextStream
 from jaxdist.data.tokenizer import ByteTokenizer
 from jaxdist.errors import ConfigError
-from jaxdist.generation import Sampling, build_generator, bytes_per_token
+from jaxdist.generation import NO_TOKEN, Sampling, build_generator, bytes_per_token
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare
 from jaxdist.models.cache import KeyValues, NextTokens
@@ -126,6 +126,18 @@ def test_every_position_has_the_logits_of_training_and_every_mesh_the_same_token
         assert (first[GREEDY].tokens != first[DRAWN].tokens).any()
         for mesh, sampling in zip(MESHES[name], (GREEDY, DRAWN), strict=True):
             require_same_text(generate(model, mesh, sampling), first[sampling], mesh)
+
+
+def test_a_text_longer_than_its_cache_has_no_next_token():
+    model = MODELS["gpt2"]
+    made = build_generator(
+        model, make_mesh(parse_mesh("1"), DEVICES), parse_mesh("1"), dtype="float32", num_texts=1, capacity=4
+    )
+    found = made.prefill(random_values(model), np.zeros((1, 3), int), np.array([3]))
+    assert found.tokens[0] >= 0
+    for position, ends in ((3, False), (4, True)):
+        found = made.decode(random_values(model), found.caches, found.tokens, np.array([position]))
+        assert (int(found.tokens[0]) == NO_TOKEN) is ends and bool(jnp.isfinite(found.logits).all()) is not ends
 
 
 @pytest.mark.parametrize(("name", "mesh", "kind", "drawn"), in_sample(OTHER_MESHES, OTHER_MESHES[::3]))
