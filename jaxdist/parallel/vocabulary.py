@@ -77,12 +77,7 @@ barrier_grads.defvjp(_barrier_forward, _barrier_backward, symbolic_zeros=True)
 
 
 def vocab_parallel_cross_entropy(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    targets_BT: jax.Array,
-    vocab_size: int,
-    sp: bool = False,
-    one_pass: bool = False,
+    x_BTD: jax.Array, table_VD: jax.Array, targets_BT: jax.Array, vocab_size: int, sp: bool, one_pass: bool = False
 ) -> jax.Array:
     """Cross-entropy of a tied head, in nats per token; no rank ever holds the logits of another's vocabulary.
 
