@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs/labs"
 # Those that take seconds here; the others run with `pytest -m exhaustive` and `python -m experiments.labs --all`.
 QUICK = {"one-device", "precision", "reading"}
+# Those that take less than half a minute unbroken.
+SHORT = {"all-reduce", "buckets", "tensor-parallel", "sequence-parallel", "context-parallel", "experts", "pipelines"}
+SHORT |= {"topology", "lying-gradients", "inference", "own-layout"}
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?")
 
 
@@ -56,6 +59,11 @@ def test_a_lab_passes_its_checks_is_caught_when_broken_and_is_what_its_page_says
         assert ElementTree.fromstring(make()).tag.endswith("svg")
     drawn = {pages.file_name(lab, name) for name in whole.pictures}
     assert drawn == {path.name for path in (PAGES / pages.DRAWN).glob(f"{name}-*.svg")}
+
+
+@pytest.mark.parametrize("name", sorted(SHORT))
+def test_a_lab_passes_its_checks(name):
+    assert not find_lab(name).run(None).red
 
 
 def alike(page: str, now: str) -> bool:
