@@ -18,7 +18,8 @@ from jaxdist.data.batches import EVAL_WINDOWS, Batches, first_batches, held_out_
 from jaxdist.data.tokens import TokenDtype
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.base import Model, abstract_values
+from jaxdist.models.base import Model
+from jaxdist.models.declared import abstract_values
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 from jaxdist.strategy import Dtype, ParallelConfig, PrecisionConfig

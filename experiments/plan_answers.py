@@ -13,6 +13,7 @@ import numpy as np
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import MeshShape
 from jaxdist.models.attention_choice import LONG
+from jaxdist.models.declared import check_split
 from jaxdist.plan import explain
 from jaxdist.plan.cost import CENTURY_HOURS, duration
 from jaxdist.plan.explain import billions, gib
@@ -81,7 +82,7 @@ def require_layouts(question: Question, cluster: Cluster) -> None:
     subsets = (names for number in range(1, len(fixed) + 1) for names in itertools.combinations(fixed, number))
     names = next(n for n in subsets if not has_layout(question.base, cluster, Fixed.join(fixed[name] for name in n)))
     axes = Fixed.join(fixed[name] for name in names).axes
-    question.base.model.check(ParallelConfig(MeshShape(**axes)))  # which may say why
+    check_split(question.base.model, ParallelConfig(MeshShape(**axes)))  # which may say why
     why = f"; cp is for sequences of {LONG:,} and more" if "cp" in " ".join(names) else ""
     raise ConfigError(
         f"{' with '.join(names)} on {cluster.num_devices} devices",

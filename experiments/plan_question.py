@@ -14,7 +14,7 @@ from jaxdist.data.batches import load_corpus
 from jaxdist.errors import MOST, ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.attention_choice import LONG
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.registry import is_path
 from jaxdist.parallel.pipeline.builders import NAMES
 from jaxdist.plan.cost import Cost

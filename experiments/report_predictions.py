@@ -9,7 +9,7 @@ import jax
 
 from jaxdist.config import RunConfig, from_dict
 from jaxdist.errors import ConfigError
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.placement import make_layout
 from jaxdist.plan.explain import NAMES_OF_TERMS
 from jaxdist.plan.program_memory import PHASES, program_bytes

@@ -9,7 +9,8 @@ from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import EVAL_WINDOWS
 from jaxdist.data.tokens import TokenDtype
 from jaxdist.errors import MOST, ConfigError, is_utf8, require_positive
-from jaxdist.models.base import Model, num_parameters
+from jaxdist.models.base import Model
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.lora import LoRA
 from jaxdist.runtime import exporters, profile
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from jaxdist.data.batches import Batches, load_corpus
     from jaxdist.errors import ConfigError
     from jaxdist.mesh import make_mesh, parse_mesh
-    from jaxdist.models.base import Model, decay_mask
+    from jaxdist.models.base import Model
     from jaxdist.models.context import Context
+    from jaxdist.models.declared import decay_mask
     from jaxdist.models.gpt2 import GPT2, GPT2Config
     from jaxdist.models.presets import PRESETS
     from jaxdist.params import Param
@@ -64,8 +65,9 @@ _HOMES = {
     "data.batches": ("Batches", "load_corpus"),
     "errors": ("ConfigError",),
     "mesh": ("make_mesh", "parse_mesh"),
-    "models.base": ("Model", "decay_mask"),
+    "models.base": ("Model",),
     "models.context": ("Context",),
+    "models.declared": ("decay_mask",),
     "models.gpt2": ("GPT2", "GPT2Config"),
     "models.presets": ("PRESETS",),
     "params": ("Param",),

@@ -12,6 +12,7 @@ from typing import Literal
 from jaxdist.errors import MOST, ConfigError, divisors, require_positive, require_within
 from jaxdist.mesh import MeshShape
 from jaxdist.models.base import Model, declare
+from jaxdist.models.declared import check_split
 from jaxdist.models.registry import model_of
 from jaxdist.models.registry import to_dict as model_to_dict
 from jaxdist.models.traced import head_in_layers
@@ -68,7 +69,7 @@ def context_kinds(model: Model, mesh: MeshShape) -> tuple[str, ...]:
             continue
         parallel = ParallelConfig(MeshShape(cp=mesh.cp, tp=mesh.tp), cp_kind=kind)
         try:
-            model.check(parallel)
+            check_split(model, parallel)
             check_context(model, parallel)
         except ConfigError:
             continue
@@ -213,7 +214,7 @@ class RunConfig:
                 "Use attention=auto",
             )
         require_seed(self.seed)
-        self.model.check(self.parallel)
+        check_split(self.model, self.parallel)
         self._check_sequence()
         self._check_batch()
         if self.model.seq_len // self.parallel.mesh.cp % self.parallel.loss_chunks:

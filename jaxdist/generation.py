@@ -23,9 +23,10 @@ from jaxdist.config import require_seed, require_splits_sequence
 from jaxdist.errors import ConfigError, divisors, require_positive, require_within
 from jaxdist.layout import split_outer
 from jaxdist.mesh import DATA_AXES, MeshShape, make_abstract_mesh
-from jaxdist.models.base import Model, abstract_values, declare, split_kinds
+from jaxdist.models.base import Model, declare, split_kinds
 from jaxdist.models.cache import KeyValues, NextTokens, Prompts
 from jaxdist.models.context import Batch, Context
+from jaxdist.models.declared import abstract_values, check_split
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import exchange
 from jaxdist.parallel.context_parallel import merge_bytes
@@ -179,7 +180,7 @@ def build_generator(
     require_splits_sequence(model, shape.cp)
     if model.dropout:
         model = replace(model, dropout=0.0)  # type: ignore[type-var]  # its subclasses are dataclasses
-    model.check(parallel)
+    check_split(model, parallel)
     if model.num_blocks % shape.pp:
         raise ConfigError(
             f"{model.size_text} over pp={shape.pp}",

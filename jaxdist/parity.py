@@ -461,6 +461,7 @@ def _scalar(kind, name, ours, theirs, tolerance) -> Difference:
     return Difference(kind, name, error, tolerance, abs(ours), abs(theirs))
 
 
+@np.errstate(over="ignore", invalid="ignore")  # norms of 1e200 are infinite, and infinite values differ by NaN
 def array_difference(kind, name, ours, theirs, tolerance, elementwise) -> Difference:
     """Relative error in the L2 norm; with `elementwise`, of the largest element where that is worse."""
     norm, reference_norm = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_reduce, varying
 from jaxdist.plan.collective_cost import collective_cost

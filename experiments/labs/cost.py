@@ -4,7 +4,7 @@ from decimal import Decimal
 from functools import cache
 
 from jaxdist.errors import ConfigError
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.formulas import ModelShape, hfu, mfu, training_days
 from jaxdist.plan.hardware import find_hardware

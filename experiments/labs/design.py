@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.plan import explain
 from jaxdist.plan.hardware import Cluster
 from jaxdist.plan.program_memory import TERMS

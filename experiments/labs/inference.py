@@ -9,8 +9,9 @@ import numpy as np
 from jaxdist.generation import build_generator, bytes_per_token
 from jaxdist.mesh import make_mesh, parse_mesh
 from jaxdist.models.attention import scores_of, weighted_values
-from jaxdist.models.base import declare, num_parameters
+from jaxdist.models.base import declare
 from jaxdist.models.cache import KeyValues, NextTokens, Prompts
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.presets import PRESETS
 from jaxdist.params import is_param

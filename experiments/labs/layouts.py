@@ -12,7 +12,7 @@ from jaxdist.config import RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import AXES, make_mesh, parse_mesh
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.presets import PRESETS
 from jaxdist.parity import compare, observe, one_device

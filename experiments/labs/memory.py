@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.plan.formulas import RECIPES
 from jaxdist.plan.program_memory import TERMS

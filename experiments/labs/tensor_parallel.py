@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import parse_mesh
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_gather, all_reduce, enter, leave, rank, varying, vocab_parallel_cross_entropy
 from jaxdist.plan.hardware import Cluster, find_hardware

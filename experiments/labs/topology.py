@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxdist.config import RunConfig
 from jaxdist.mesh import MeshShape, parse_mesh
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_gather, all_reduce, reduce_scatter, varying
 from jaxdist.placement import make_layout

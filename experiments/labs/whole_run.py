@@ -13,7 +13,7 @@ from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.data.batches import Batches, load_corpus
 from jaxdist.layout import Layout
 from jaxdist.mesh import AXES, make_mesh, parse_mesh
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.collectives import all_reduce, varying
 from jaxdist.plan.hardware import find_hardware

@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import parse_mesh
-from jaxdist.models.base import Model, num_parameters
+from jaxdist.models.base import Model
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import all_gather, all_reduce, rank, reduce_scatter, size, varying
 from jaxdist.params import STACKED

@@ -5,7 +5,6 @@ plans read nothing but what is declared here, so a model is one file.
 """
 
 import dataclasses
-import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,21 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import random
 
-from jaxdist.errors import ConfigError, divisors
-from jaxdist.mesh import AXIS_OF_DIM, MAY_STAY_WHOLE
+from jaxdist.errors import ConfigError
 from jaxdist.models.context import Batch, Context
 from jaxdist.params import STACKED, Param, Tree, is_param, joined, named_params
 from jaxdist.strategy import ParallelConfig
-
-# Far above what anybody trains (1T parameters: 128 layers x 25,600), and low enough that products stay meaningful.
-BOUNDS = {
-    "num_layers": 2**14,
-    "width": 2**20,
-    "num_heads": 2**16,
-    "ffn_width": 2**22,
-    "seq_len": 2**24,
-    "vocab_size": 2**31 - 1 - 2**17,  # tokens are 32-bit integers, and the padded vocabulary too
-}
 
 
 class Model(ABC):
@@ -94,23 +82,9 @@ class Model(ABC):
 
     # What a model may say for itself.
 
-    def check(self, parallel: ParallelConfig) -> None:
-        """Refuse what cannot be split. Raises: ConfigError where a mesh axis does not divide a dim that it shards."""
-        check_experts(self, parallel)
-        for path, param in named_params(declare(self)):
-            for size, dim in zip(param.shape, param.dims, strict=True):
-                axis = AXIS_OF_DIM.get(dim)
-                if dim in ("layers", "experts") or dim in MAY_STAY_WHOLE or axis is None:
-                    continue
-                if "experts" in param.dims and axis in parallel.expert_axes:
-                    continue
-                if size % (ranks := getattr(parallel.mesh, axis)) == 0:
-                    continue
-                raise ConfigError(
-                    f"{dim}={size} of parameter {path} over {axis}={ranks}",
-                    f"must be a multiple of {ranks}, so that each {axis} rank holds an equal part",
-                    f"Use a mesh whose {axis} divides {size}",
-                )
+    def check(self, parallel: ParallelConfig) -> None:  # noqa: B027  # most models need none
+        """Refuse what this model cannot do on a mesh, beside dims that an axis does not divide, which
+        `jaxdist.models.declared.check_split` refuses. Raises: ConfigError."""
 
     def initial_values(self, seed) -> dict:
         """fp32 parameters at global shape, from `Param.mean` and `std`; equal on every mesh."""
@@ -137,31 +111,6 @@ class Model(ABC):
         """One line for a person."""
         sizes = ", ".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
         return f"{type(self).__name__}({sizes})"
-
-
-def check_experts(model: Model, parallel: ParallelConfig) -> None:
-    """Refuse to split experts, over ep or tp, for a model that has none, or none to split so."""
-    ranks = parallel.expert_ranks
-    if ranks == 1:
-        return
-    tp = " and experts_over_tp=True" * parallel.experts_over_tp
-    asked, over = f"ep={parallel.mesh.ep}{tp}", "ep x tp" if tp else "ep"
-    numbers = [
-        size
-        for _, param in named_params(declare(model))
-        for size, dim in zip(param.shape, param.dims, strict=True)
-        if dim == "experts"
-    ]
-    if not numbers:
-        instead = "Use ep=1" + ", experts_over_tp=False" * bool(tp)
-        raise ConfigError(f"{asked} with {model.describe()}", f"must have experts, which {over} splits", instead)
-    for number in numbers:
-        if number % ranks:
-            raise ConfigError(
-                f"{asked} with {number} experts",
-                f"each of {ranks} ranks of {over} must hold equally many",
-                f"Use {over} in {divisors(number)}",
-            )
 
 
 @cache
@@ -210,21 +159,3 @@ def merge_kinds(model: Model, layers: Sequence[Tree]) -> Tree:
 def split_kinds(model: Model, block: Tree) -> Sequence[Tree]:
     """Undo `merge_kinds`."""
     return [block] if len(model.kinds) == 1 else [block[f"{i}_{kind}"] for i, kind in enumerate(model.kinds)]
-
-
-def decay_mask(model: Model) -> dict:
-    """Whether weight decay applies to each trained parameter, as optax's `mask` takes it: to matrices and tables, and
-    not to vectors, which a layer's are although they are stacked."""
-    return jax.tree.map(lambda p: None if p.frozen else p.decay, declare(model), is_leaf=is_param)
-
-
-def abstract_values(model: Model, dtype: str) -> dict:
-    """Shape and dtype of every parameter, at its global shape."""
-    return jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), declare(model), is_leaf=is_param)
-
-
-@cache
-def num_parameters(model: Model, padded: bool = False) -> int:
-    """All of them, with `padded` the rows that pad a vocabulary too; counters excluded."""
-    params = [param for _, param in named_params(declare(model)) if param.update != "count"]
-    return sum(math.prod(param.shape) if padded else param.size for param in params)

@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 
 from jaxdist.errors import ConfigError, divisors, require_positive, require_within
-from jaxdist.models.base import BOUNDS
 from jaxdist.models.context import Context
+from jaxdist.models.declared import BOUNDS
 from jaxdist.models.experts import Mixture, MixtureOfExperts
 from jaxdist.models.flax import INIT_STD, LanguageModel, ShardedParam, normal, stack_layers
 from jaxdist.models.layers import GatedMLP, GroupedAttention, RMSNorm, Rotary, Transformer

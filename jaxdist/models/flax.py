@@ -1,8 +1,6 @@
 """Models in Flax NNX: one module is the whole model; it declares parameters at global shape and runs on any shards."""
 
-from abc import abstractmethod
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import jax
@@ -12,9 +10,9 @@ from jax import lax, random
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.base import Model, merge_kinds, split_kinds
-from jaxdist.models.context import Batch, Context
+from jaxdist.models.context import Context
 from jaxdist.parallel import collectives as comm
-from jaxdist.params import Param, Tree
+from jaxdist.params import Param
 
 INIT_STD = 0.02
 
@@ -40,7 +38,7 @@ class LanguageModel(nnx.Module):
     on shards.
     """
 
-    config: "FlaxModel"
+    config: Model
     blocks: nnx.Module
 
     def embed(self, tokens_BT: jax.Array, ctx: Context) -> jax.Array:
@@ -85,7 +83,7 @@ class LanguageModel(nnx.Module):
         return lax.scan(block, self.embed(tokens_BT, ctx.at(0)), numbered)[0]
 
 
-def stack_layers(config: "FlaxModel", make: Callable[[nnx.Rngs, str], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
+def stack_layers(config: Model, make: Callable[[nnx.Rngs, str], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
     """The layers that make(rngs, kind) gives, each parameter stacked over the blocks; those of several kinds as
     `merge_kinds` names them."""
 
@@ -95,63 +93,3 @@ def stack_layers(config: "FlaxModel", make: Callable[[nnx.Rngs, str], nnx.Module
 
     blocks = merge_kinds(config, [stacked(kind) for kind in config.kinds])
     return nnx.Dict(blocks) if isinstance(blocks, dict) else blocks
-
-
-class FlaxModel(Model):
-    """The sizes of a model that a `LanguageModel` computes: each function binds the weights that it is given to it."""
-
-    @abstractmethod
-    def module(self, rngs: nnx.Rngs) -> LanguageModel:
-        """The whole model."""
-
-    def outer(self) -> Tree:
-        return _parts(self)[None][1]
-
-    def block(self, kind: str) -> Tree:
-        return _parts(self)[kind][1]
-
-    def initial_values(self, seed) -> dict:
-        return nnx.to_pure_dict(nnx.state(self.module(nnx.Rngs(random.key(seed))), nnx.Param))
-
-    def bind(self, params: Tree, kind: str | None = None):
-        """A layer of this kind with these local weights; with None the whole model without its layers."""
-        return nnx.merge(_parts(self)[kind][0], params)
-
-    def embed(self, ctx: Context, outer: Tree, batch: Batch) -> jax.Array:
-        return self.bind(outer).embed(batch.inputs, ctx)
-
-    def layer(self, ctx: Context, kind: str, params: Tree, x_BTD: jax.Array, index: jax.Array) -> jax.Array:
-        return self.bind(params, kind)(x_BTD, ctx)
-
-    def head(self, ctx: Context, outer: Tree, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self.bind(outer).unembed(x_BTD, ctx)
-
-
-@cache
-def _parts(model: FlaxModel) -> dict[str | None, tuple[nnx.GraphDef, dict]]:
-    """(graph, declared parameters) of a layer of each kind and, under None, of the model without its layers."""
-    module = nnx.eval_shape(lambda: model.module(nnx.Rngs(0)))
-    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param))):
-        raise ConfigError(
-            f"{type(variable).__name__} {'.'.join(map(str, path))} of {type(module).__name__}",
-            "a module must hold parameters alone: what else it keeps would not be carried from step to step",
-            "Leave it out; Context.dropout draws masks, and Param(update='count') counts",
-        )
-    layers = split_kinds(model, module.blocks)
-    del module.blocks
-
-    def divided(module: nnx.Module, num_stacked: int) -> tuple[nnx.GraphDef, dict]:
-        def declared(variable: nnx.Param) -> Param:
-            if variable.shape[:num_stacked] != (model.num_blocks,) * num_stacked:
-                raise ConfigError(
-                    f"a parameter of shape {variable.shape} in the blocks of {type(model).__name__}",
-                    f"must have a leading dim of {model.num_blocks} blocks",
-                    "Make them with stack_layers",
-                )
-            return getattr(variable, "declaration", None) or Param(variable.shape[num_stacked:])
-
-        graph, params = nnx.split(module)
-        return graph, nnx.to_pure_dict(params, declared)
-
-    by_kind = dict(zip(model.kinds, layers, strict=True))
-    return {None: divided(module, 0), **{kind: divided(layer, 1) for kind, layer in by_kind.items()}}

@@ -15,8 +15,8 @@ from flax import nnx
 
 from jaxdist.errors import ConfigError, divisors, require_positive
 from jaxdist.models.attention import attend
-from jaxdist.models.base import BOUNDS
 from jaxdist.models.context import Context
+from jaxdist.models.declared import BOUNDS
 from jaxdist.models.flax import INIT_STD, LanguageModel, ShardedParam, normal, stack_layers
 from jaxdist.models.fused import add_bias, gelu_tanh, layer_norm
 from jaxdist.models.layers import Transformer

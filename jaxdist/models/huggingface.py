@@ -15,7 +15,8 @@ from typing import Any
 
 from jaxdist.errors import MOST, ConfigError, reason_of, require_positive
 from jaxdist.files import read_text_file
-from jaxdist.models.base import BOUNDS, Model, declare
+from jaxdist.models.base import Model, declare
+from jaxdist.models.declared import BOUNDS
 from jaxdist.models.decoder import DENSE, FULL, SLIDING, DecoderConfig
 from jaxdist.models.fused import LAYER_NORM_EPS
 from jaxdist.models.gpt2 import GPT2Config

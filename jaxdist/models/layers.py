@@ -16,9 +16,9 @@ from jax import lax
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.models.attention import attend
 from jaxdist.models.attention_choice import attention_on_device
-from jaxdist.models.base import check_experts
 from jaxdist.models.context import Context
-from jaxdist.models.flax import FlaxModel, ShardedParam, normal
+from jaxdist.models.flax import ShardedParam, normal
+from jaxdist.models.flax_model import FlaxModel
 from jaxdist.models.fused import add_bias
 from jaxdist.parallel.kv_heads import heads_of_queries
 from jaxdist.parallel.remat import HEADS, mark_saveable
@@ -59,7 +59,6 @@ class Transformer(FlaxModel):
                     f"{name} must divide by tp: each rank holds an equal part",
                     f"Use tp in {divisors(math.gcd(*split.values()))}",
                 )
-        check_experts(self, parallel)
         self._check_context(parallel)
 
     def _check_context(self, parallel: ParallelConfig) -> None:

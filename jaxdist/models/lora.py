@@ -8,8 +8,9 @@ import jax
 
 from jaxdist.errors import ConfigError, require_positive
 from jaxdist.mesh import AXIS_OF_DIM
-from jaxdist.models.base import BOUNDS, Model, merge_kinds, split_kinds
+from jaxdist.models.base import Model, merge_kinds, split_kinds
 from jaxdist.models.context import Batch, Context
+from jaxdist.models.declared import BOUNDS
 from jaxdist.parallel.low_rank import LowRank
 from jaxdist.params import STACKED, Param, Tree, is_param, joined, named_params
 from jaxdist.strategy import ParallelConfig

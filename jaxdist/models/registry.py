@@ -17,7 +17,8 @@ from types import ModuleType
 from typing import ClassVar
 
 from jaxdist.errors import ConfigError, reason_of, require_positive, require_within
-from jaxdist.models.base import BOUNDS, Model
+from jaxdist.models.base import Model
+from jaxdist.models.declared import BOUNDS
 from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.gpt2 import GPT2Config
 from jaxdist.models.huggingface import CONFIG, read_model

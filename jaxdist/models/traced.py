@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxdist.mesh import MeshShape, make_abstract_mesh
-from jaxdist.models.base import Model, abstract_values, declare, split_kinds
+from jaxdist.models.base import Model, declare, split_kinds
 from jaxdist.models.context import Batch, Context
+from jaxdist.models.declared import abstract_values
 from jaxdist.parallel.pipeline.split_backward import needed_for, variables
 from jaxdist.parallel.products import flops_of
 from jaxdist.params import STACKED, named_params

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from jaxdist.mesh import AXES, STATE_AXES
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.parallel.named_arrays import shorten
 from jaxdist.plan.hardware import GIB, Cluster
 from jaxdist.plan.parts import exchanged, work_of

@@ -26,6 +26,7 @@ from jaxdist.mesh import MeshShape, data_ranks_of, make_abstract_mesh
 from jaxdist.models.attention_choice import traced_attention
 from jaxdist.models.base import Model, declare
 from jaxdist.models.context import Batch
+from jaxdist.models.declared import check_split
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.collectives import type_of
 from jaxdist.parallel.pipeline.split_backward import SplitLayer, all_equations, flat, needed_for, split_layer, variables
@@ -516,7 +517,7 @@ class TracedWork:
 def allows(model: Model, tp: int, experts_over_tp: bool = False) -> bool:
     """Whether a model's own rules let it be split over tp."""
     try:
-        model.check(ParallelConfig(MeshShape(tp=tp), sp=experts_over_tp, experts_over_tp=experts_over_tp))
+        check_split(model, ParallelConfig(MeshShape(tp=tp), sp=experts_over_tp, experts_over_tp=experts_over_tp))
     except ConfigError:
         return False
     return True

@@ -9,7 +9,8 @@ from flax.traverse_util import flatten_dict
 
 from jaxdist.config import RunConfig, to_dict
 from jaxdist.errors import ConfigError
-from jaxdist.models.base import num_parameters, split_kinds
+from jaxdist.models.base import split_kinds
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.huggingface import config_of, model_from_config, tensors_of
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS

@@ -16,7 +16,7 @@ from experiments.oracles import plain
 from jaxdist.checkpoint.logical import PARAMS, named
 from jaxdist.checkpoint.trained import find_weights
 from jaxdist.errors import ConfigError
-from jaxdist.models.base import abstract_values
+from jaxdist.models.declared import abstract_values
 from jaxdist.models.presets import PRESETS
 
 MODEL = ["--num-layers", "2", "--width", "32", "--num-heads", "4", "--seq-len", "24", "--vocab-size", "256"]

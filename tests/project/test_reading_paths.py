@@ -28,7 +28,7 @@ def lines_of(files) -> int:
 
 
 def test_a_step_is_read_in_a_few_files(plain):
-    assert len(plain) <= 17 and lines_of(plain) <= 2500
+    assert len(plain) <= 17 and lines_of(plain) <= 2350
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments.labs import solutions
-from jaxdist.models.base import num_parameters
+from jaxdist.models.declared import num_parameters
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel.pipeline.builders import from_orders, make_schedule
 from jaxdist.parallel.pipeline.schedules import Schedule

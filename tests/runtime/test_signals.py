@@ -19,9 +19,12 @@ from jaxdist.runtime.signals import Interrupts, Signals, use_default_sigint
 
 @pytest.fixture
 def as_python_has_it():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Also where the tests were started with nohup, or in the background."""
+    of_a_shell = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in of_a_shell.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_an_interrupt_that_is_dropped_comes_again(as_python_has_it, monkeypatch):
@@ -53,7 +56,7 @@ def test_the_first_signal_is_heard_where_the_job_does_not_look():
         assert heard.get(timeout=20) == "SIGUSR1" and signals.number == signal.SIGUSR1
 
 
-def test_a_closed_terminal_asks_to_stop_though_it_signals_twice_and_takes_no_text():
+def test_a_closed_terminal_asks_to_stop_though_it_signals_twice_and_takes_no_text(as_python_has_it):
     gone, asked = OSError(errno.EIO, "Input/output error"), []
     console = SafeConsole(file=SimpleNamespace(write=Mock(side_effect=gone), isatty=lambda: False))
     console.when_broken = lambda: asked.append("stop")

@@ -14,7 +14,7 @@ from jaxdist.checkpoint.resume import Progress, restore, save
 from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_mesh, parse_mesh
-from jaxdist.models.base import decay_mask
+from jaxdist.models.declared import decay_mask
 from jaxdist.placement import make_layout
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.leaf_needs import require_held
