@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxdist.strategy import ParallelConfig, PrecisionConfig
     from jaxdist.train.program import Program, build_program
     from jaxdist.train.update import clip_by_global_norm
+    from jaxdist.train.whole_parameters import with_whole_parameters
     from jaxdist.verification import verify
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "make_mesh",
     "parse_mesh",
     "verify",
+    "with_whole_parameters",
 ]
 _HOMES = {
     "checkpoint.checkpoints": ("Checkpoints",),
@@ -75,6 +77,7 @@ _HOMES = {
     "strategy": ("ParallelConfig", "PrecisionConfig"),
     "train.program": ("Program", "build_program"),
     "train.update": ("clip_by_global_norm",),
+    "train.whole_parameters": ("with_whole_parameters",),
     "verification": ("verify",),
 }
 

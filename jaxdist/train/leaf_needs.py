@@ -91,7 +91,7 @@ def require_held(optimizer: optax.GradientTransformation, layout: Layout, dtype:
         raise ConfigError(
             "the optimizer with parameters that are split",
             "must not compute with the shape of a parameter, of which a rank has a part",
-            "Take whole parameters' shapes from outside of the transformation, or use dp alone with zero=0",
+            "Use jaxdist.with_whole_parameters(optimizer), which gathers them, or dp alone with zero=0",
         )
 
 
@@ -113,8 +113,8 @@ def _refuse(use: Use, leaf: Leaf, num_leaves: int) -> None:
     raise ConfigError(
         f"{name or 'the optimizer'} ({primitive}) with parameter {leaf.name} split over {axes}",
         f"it looks {looks}, so every rank must hold all of them",
-        "Use jaxdist.clip_by_global_norm for a norm, the extra argument `global_norm` in a transformation of your own, "
-        "or dp alone with zero=0",
+        "Use jaxdist.with_whole_parameters(optimizer), which gathers them; jaxdist.clip_by_global_norm for a norm, or "
+        "the extra argument `global_norm` in a transformation of your own; or dp alone with zero=0",
     )
 
 

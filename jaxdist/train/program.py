@@ -198,7 +198,7 @@ def build_program(
     config: RunConfig,
     mesh: Mesh | AbstractMesh,
     *,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: optax.GradientTransformation | Callable[[Layout], optax.GradientTransformation] | None = None,
     with_gradients: bool = False,
     compiler_options: dict | None = None,
     poison: Callable | None = None,
@@ -209,8 +209,9 @@ def build_program(
     that can be traced but not run.
 
     optimizer: in place of `config.optimizer`, clipping, weight decay and schedule included, none of which is then used;
-    metrics have no "lr". It is called on shards: see `jaxdist.train.leaf_needs` and `clip_by_global_norm`. An update
-    also gets `step` (a float) and `global_norm` (tree -> its norm over all shards), if it takes extra arguments.
+    metrics have no "lr". It is called on shards: see `jaxdist.train.leaf_needs` and `clip_by_global_norm`; what needs
+    more than these is given as `with_whole_parameters(optimizer)`, or as a function of the layout. An update also gets
+    `step` (a float) and `global_norm` (tree -> its norm over all shards), if it takes extra arguments.
     poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.runtime.fault_injection`).
     recorder: of what the step's probes see (`jaxdist.divergence`). draws_choices: as in `Context`.
     """
@@ -242,8 +243,11 @@ def build_program(
             "Give one of the two",
         )
     rate = learning_rate(config) if optimizer is None else None
-    optimizer = make_optimizer(config, layout.trained) if optimizer is None else optimizer
-    require_held(optimizer, layout.trained, config.precision.master_dtype)
+    if callable(optimizer):
+        optimizer = optimizer(layout.trained)
+    else:
+        optimizer = optimizer or make_optimizer(config, layout.trained)
+        require_held(optimizer, layout.trained, config.precision.master_dtype)
     specs = State(
         step=REPLICATED,
         params=param_specs(layout),

@@ -20,10 +20,16 @@ from jaxdist.strategy import ParallelConfig, PrecisionConfig
 from jaxdist.train.leaf_needs import require_held
 from jaxdist.train.program import build_program
 from jaxdist.train.update import clip_by_global_norm
+from jaxdist.train.whole_parameters import with_whole_parameters
 from tests.support.small_models import MODELS
 
 MODEL, STEPS, ROWS = MODELS["grouped"], 3, 8
-ON_MESH = {"zero-1": ("dp=4", {"zero": 1}), "tp, zero-3": ("dp=2,tp=2", {"zero": 3}), "stages": ("pp=2,dp=2", {})}
+ON_MESH = {
+    "zero-1": ("dp=4", {"zero": 1}),
+    "tp, zero-3": ("dp=2,tp=2", {"zero": 3}),
+    "stages": ("pp=2,dp=2", {}),
+    "uneven stages, zero-1": ("pp=3,dp=2", {"zero": 1, "microbatches": 4}),
+}
 
 
 def normed_rows() -> optax.GradientTransformation:
@@ -44,6 +50,29 @@ def by_the_norm() -> optax.GradientTransformationExtraArgs:
         return jax.tree.map(lambda m: rate * m, trace), trace
 
     return optax.GradientTransformationExtraArgs(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+def shampoo() -> optax.GradientTransformation:
+    """Each layer's matrices between roots of their gradients' summed squares (arXiv 1802.09568); the rest by sign."""
+
+    def sides(g):
+        return {"left": g @ g.mT, "right": g.mT @ g} if g.ndim == 3 else None
+
+    def root(x):  # by Newton's iteration
+        y, z = x / jnp.trace(x, axis1=-2, axis2=-1)[..., None, None] + 1e-3 * (one := jnp.eye(x.shape[-1])), one
+        for _ in range(12):
+            y, z = y @ (w := (3 * one - z @ y) / 2), w @ z
+        return z
+
+    def init(params):
+        return jax.tree.map(lambda p: sides(0 * p), params)
+
+    def update(grads, kept, params=None):
+        kept = jax.tree.map(lambda g, k: k and jax.tree.map(jnp.add, k, sides(g)), grads, kept)
+        rule = lambda g, k: -1e-2 * (root(k["left"]) @ g @ root(k["right"]) if k else jnp.sign(g))  # noqa: E731
+        return jax.tree.map(rule, grads, kept), kept
+
+    return optax.GradientTransformation(init, update)
 
 
 def labels(params):
@@ -72,6 +101,7 @@ WHOLE = {
     "noise": (lambda: optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(1e-2)), "add_noise"),
     "matrices": (lambda: optax.contrib.muon(1e-3), "scale_by_muon"),
     "own": (normed_rows, "normed_rows"),
+    "roots": (shampoo, "shampoo"),
     "shape": (lambda: optax.stateless(lambda g, _: jax.tree.map(lambda x: -x / x.size, g)), "the optimizer"),
     "ones": (lambda: optax.stateless(lambda g, _: jax.tree.map(lambda x: -x / jnp.ones_like(x).sum(), g)), "stateless"),
 }
@@ -101,21 +131,30 @@ def trained(program, state=None, first: int = 0):
     return fetch(to_logical(program, state))
 
 
+def optimizer_of(name: str) -> optax.GradientTransformation:
+    return ELEMENTWISE[name]() if name in ELEMENTWISE else WHOLE[name.removeprefix("whole: ")][0]()
+
+
 @cache
 def on_one_device(name: str) -> dict:
-    return trained(program_on("dp=1", ELEMENTWISE[name]()))
+    return trained(program_on("dp=1", optimizer_of(name)))
 
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [(name, "tp, zero-3") for name in ELEMENTWISE]
-    + [(name, mesh) for name in ("adamw", "own") for mesh in ON_MESH if "3" not in mesh],
+    + [(name, mesh) for name in ("adamw", "own") for mesh in ("zero-1", "stages")]
+    + [(f"whole: {name}", "tp, zero-3") for name in ("factored", "flag of all", "noise", "roots", "shape")]
+    + [("whole: roots", mesh) for mesh in ("zero-1", "stages", "uneven stages, zero-1")],
 )
 def test_shards_are_updated_as_one_device_is(name, mesh):
     with jax.enable_x64(True):
         one = on_one_device(name)
-        found = trained(program_on(ON_MESH[mesh][0], ELEMENTWISE[name](), **ON_MESH[mesh][1]))
-    assert found.keys() == one.keys() and any(key.startswith("moments.") for key in one)
+        optimizer = optimizer_of(name)
+        given = with_whole_parameters(optimizer) if name.startswith("whole") else optimizer
+        found = trained(program_on(ON_MESH[mesh][0], given, **ON_MESH[mesh][1]))
+    kept = [key for key in one if key.startswith("moments.")]
+    assert found.keys() == one.keys() and (kept or name == "whole: shape")
     for key, expected in one.items():
         np.testing.assert_allclose(found[key], expected, rtol=1e-6, atol=1e-9, err_msg=key)
 
@@ -157,7 +196,7 @@ def test_what_looks_at_whole_parameters_is_refused_where_they_are_split(name):
     require_held(make(), whole, "float32")
     for mesh, more in ON_MESH.values():
         parallel = ParallelConfig(parse_mesh(mesh), **more)
-        layout = make_layout(MODEL, parallel, (2, 2) if parallel.mesh.pp > 1 else ()).trained
+        layout = make_layout(MODEL, parallel, {1: (), 2: (2, 2), 3: (2, 1, 1)}[parallel.mesh.pp]).trained
         with pytest.raises(ConfigError) as refused:
             require_held(make(), layout, "float32")
         assert refused.value.asked.startswith(culprit)
