@@ -95,11 +95,11 @@ def require_held(optimizer: optax.GradientTransformation, layout: Layout, dtype:
         )
 
 
-def _numbers(closed) -> list[float]:
-    """The single numbers that are written into a program."""
+def _numbers(closed) -> list[str]:
+    """The single numbers that are written into a program, as texts: NaN is no number that equals itself."""
     written = [atom.val for eqn in all_equations(closed) for atom in eqn.invars if isinstance(atom, Literal)]
     arrays = [x for x in (*closed.consts, *written) if not jnp.shape(x)]
-    return [float(x) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.number)]
+    return [str(complex(x)) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.number)]
 
 
 def _of_no_leaf(shape: tuple[int, ...]) -> Use:

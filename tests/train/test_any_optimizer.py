@@ -91,6 +91,7 @@ ELEMENTWISE = {
         optax.sgd(0.1, 0.9),
     ),
     "injected": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=RATE),
+    "schedule-free": lambda: optax.contrib.schedule_free_adamw(1e-2, warmup_steps=2),  # which has a NaN written in it
     "own": by_the_norm,
 }
 WHOLE = {
