@@ -126,18 +126,12 @@ class Prepared(NamedTuple):
 
 
 def open_prepared(folder: Path, vocab_size: int) -> Prepared:
-    """Open without reading.
+    """Open without reading, but for a vocabulary below that of the tokenizer, which may have tokens that no text has.
 
-    Raises: ConfigError where the vocabulary is too small, or naming the file that is missing, cut, longer, or another
-    than the manifest says.
+    Raises: ConfigError where a token is not of the vocabulary, or naming the file that is missing, cut, longer, or
+    another than the manifest says.
     """
     manifest = read_manifest(folder)
-    if vocab_size < manifest.vocab_size:
-        raise ConfigError(
-            f"{asked(folder)} with vocab_size={vocab_size}",
-            f"the vocabulary must be at least {manifest.vocab_size}, with which the corpus was prepared",
-            f"Use vocab_size={manifest.vocab_size}",
-        )
     if manifest.tokenizer:
         _check_size(folder, manifest.tokenizer)
 
@@ -154,9 +148,12 @@ def open_prepared(folder: Path, vocab_size: int) -> Prepared:
         return Part(array, str(path), 0, len(array), masks=manifest.dtype == MASKABLE)
 
     train, held_out = (
-        Tokens([opened(shard) for shard in shards], manifest.vocab_size)
+        Tokens([opened(shard) for shard in shards], min(vocab_size, manifest.vocab_size))
         for shards in (manifest.train, manifest.held_out)
     )
+    if vocab_size < manifest.vocab_size:
+        train.check()
+        held_out.check()
     kind = "bytes" if manifest.tokenizer is None else f"BPE tokens, vocabulary {manifest.vocab_size}"
     about = f"{folder}, {manifest.num_documents} documents, {kind}"
     tokenizer, file = "bytes", None
