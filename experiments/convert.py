@@ -25,6 +25,7 @@ from jaxdist.checkpoint.checkpoints import Checkpoints, SaveFailed, require_sava
 from jaxdist.checkpoint.logical import PARAMS, abstract_parameters, fetch
 from jaxdist.checkpoint.trained import SOURCE, find_weights
 from jaxdist.checkpoint.weights import (
+    Source,
     copy_companions,
     has_metadata,
     in_our_names,
@@ -33,6 +34,7 @@ from jaxdist.checkpoint.weights import (
     source_from,
     source_of,
     stored_dtypes,
+    widest,
     write_weights,
 )
 from jaxdist.commands import command_text, install_text
@@ -137,11 +139,14 @@ def import_weights(flags: Hf, console: Console) -> int:
 def export_weights(flags: Ours, console: Console) -> int:
     parallel, devices = placed_on(flags)
     weights = find_weights(flags.path, "path", trust=flags.trust)
-    jax.config.update("jax_enable_x64", np.dtype(np.float64) in weights.dtypes.values())
-    arrays = weights.read(abstract(weights.model, parallel, devices, weights.dtypes))
-    say_not_finite(arrays, console, None if flags.dtype == "source" else flags.dtype)
     source = None if weights.source is None else source_from(weights.source)
     dtype = None if flags.dtype == "source" else safetensors.NAMES[jnp.dtype(flags.dtype)]
+    # What adapters correct is rounded once, to what is written.
+    files = [safetensors.DTYPES[name] for name in ([dtype] if dtype else dtypes_of(source))]
+    dtypes = {name: widest(kept, *files) for name, kept in weights.dtypes.items()}
+    jax.config.update("jax_enable_x64", np.dtype(np.float64) in dtypes.values())
+    arrays = weights.read(abstract(weights.model, parallel, devices, dtypes))
+    say_not_finite(arrays, console, None if flags.dtype == "source" else flags.dtype)
     write_weights(flags.out, weights.model, arrays, source, dtype, weights.write_companions)
     written = safetensors.open_folder(flags.out)
     console.print(
@@ -149,6 +154,12 @@ def export_weights(flags: Ours, console: Console) -> int:
         soft_wrap=True,
     )
     return 0
+
+
+def dtypes_of(source: Source | None) -> set[str]:
+    """In which its files have parameters."""
+    tables = [safetensors.parse(text) for text in source.headers.values()] if source else []
+    return {entry.get("dtype") for table in tables for entry in table.values()} & {*safetensors.FLOATS}
 
 
 def say_not_finite(arrays: dict[str, jax.Array], console: Console, dtype: str | None = None) -> list[str]:

@@ -10,13 +10,16 @@ import pytest
 from conftest import DEVICES, in_sample
 from support.programs import run
 
-from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.checkpoint.checkpoints import Checkpoints
+from jaxdist.checkpoint.weights import open_weights
+from jaxdist.config import OptimizerConfig, RunConfig, to_dict
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import Model
 from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.gpt2 import GPT2Config
+from jaxdist.models.huggingface import read_model
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import ModelFlags
@@ -373,6 +376,24 @@ def test_adapters_resume_on_another_mesh_and_merge_into_the_weights_that_are_exp
     words = [folder / "hf", "--data", folder / "text.txt", "--batch-size", "4", "--windows", "8", "--split", "held-out"]
     code, out, err = run(capfd, "evaluate", *words)
     assert float(out.partition("perplexity ")[2].partition(":")[0]) == pytest.approx(evaluated[0], rel=1e-6)
+
+
+def test_an_export_in_32_bits_of_matrices_in_16_has_their_corrections_in_32(tmp_path, capfd):
+    config = RunConfig(LoRA(dataclasses.replace(DECODER, out_bias=True), RANK, ALPHA), batch_size=1)
+    drawn = random_parameters(config, make_layout(config.model, ParallelConfig()))
+    kept = {f"params.{n}": jnp.asarray(x, "float32" if ".lora." in n else "bfloat16") for n, x in drawn.items()}
+    checkpoints = Checkpoints(tmp_path / "run")
+    checkpoints.save(0, kept, {"config": {"model": to_dict(config)["model"]}})
+    checkpoints.finish()
+    code, _, err = run(
+        capfd, "convert", "ours", tmp_path / "run", "--out", tmp_path / "hf", "--dtype", "float32", "--mesh", "tp=2"
+    )
+    assert code == 0, err
+    found = {name: x.map() for name, x in open_weights(tmp_path / "hf", read_model(tmp_path / "hf"))[1].items()}
+    names = ("mlp.w_up", "lora.mlp.w_up.a", "lora.mlp.w_up.b")
+    w, a, b = (np.asarray(kept[f"params.blocks.{name}"][3], "float64") for name in names)
+    expected = (w + ALPHA / RANK * a @ b).T
+    np.testing.assert_allclose(found["model.layers.3.mlp.up_proj.weight"], expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
