@@ -139,7 +139,7 @@ class Checkpoints:
     ):
         self.folder, self.keep_last, self.keep_every = Path(folder).absolute(), keep_last, keep_every
         if os.path.lexists(self.folder) and not self.folder.is_dir():
-            raise ConfigError(f"checkpoints in {self.folder}", "it must be a folder", "Remove it, or use another")
+            raise ConfigError(f"checkpoints in {self.folder}", "must be a folder", "Name a folder")
         self._warn = warn
         self._orbax = ocp.AsyncCheckpointer(_handler(), timeout_secs=timeout)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

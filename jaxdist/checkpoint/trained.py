@@ -44,7 +44,7 @@ from jaxdist.values import fields_of
 
 SOURCE = "source"  # of what a checkpoint says of itself: the files of weights that its parameters came from
 GENERATION = "generation_config.json"
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+ELSEWHERE = ("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.safetensors")
 
 
 @dataclass(frozen=True)
@@ -229,10 +229,10 @@ def _find(path: str, parameter: str, model: Model | None, keep: LoRA | None = No
             companions=folder.path,
             data={},
         )
-    for name in PICKLED:
+    for name in ELSEWHERE:
         if (Path(path) / name).exists():
             required = f"must have its weights in {FILE}, and has {name}"
-            raise ConfigError(f"{parameter}={path!r}", required, "Save it with transformers' save_pretrained")
+            raise ConfigError(f"{parameter}={path!r}", required, "Save the model whole with save_pretrained")
     checkpoints, manifest = locate(path, parameter)
     there = checkpointed_model(checkpoints, manifest, keep or model, trust)
     kept = {name: kind for name, kind in manifest.arrays.items() if name.startswith(f"{PARAMS}.")}

@@ -140,10 +140,13 @@ def test_a_config_says_a_name_twice_and_a_longer_sequence_than_its_source(theirs
     assert json.loads(weights.config_text(longer, source))["max_position_embeddings"] == 99
 
 
-def test_pickled_weights_are_refused_by_name(tmp_path, capsys):
-    (tmp_path / "pytorch_model.bin").touch()
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.safetensors"])
+def test_weights_in_other_files_are_refused_by_name(tmp_path, capsys, name):
+    (tmp_path / name).touch()
     code, said = run(capsys, "generate", tmp_path, "--prompt", "a")
-    assert code == 2 and "model.safetensors" in said
+    assert code == 2 and f"has {name}" in said
+    code, said = run(capsys, "generate", tmp_path / name, "--prompt", "a")
+    assert code == 2 and "Name a folder" in said and "Remove" not in said
 
 
 def test_a_proof_fails_where_one_gradient_is_not_a_number(theirs, monkeypatch):
