@@ -71,7 +71,7 @@ def find(question: Question, num_nodes: int) -> Found:
     if fixed.columns.keys() & {"every", "selective", "recompute"}:
         return found
     with Progress("choosing what backward repeats"):
-        return with_arrays(found, question.attention, question.efficiency)
+        return with_arrays(found, question.attention, question.efficiency, fixed)
 
 
 def require_layouts(question: Question, cluster: Cluster) -> None:

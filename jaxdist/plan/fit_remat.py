@@ -21,7 +21,9 @@ from jaxdist.plan.kept_arrays import Choice, choices
 from jaxdist.plan.parts import OneRank
 from jaxdist.plan.program_memory import rank_of, ranks_of
 from jaxdist.plan.search import (
+    FREE,
     Candidates,
+    Fixed,
     Found,
     Scored,
     layouts_of_mesh,
@@ -145,16 +147,17 @@ def _ladder(config: RunConfig, cluster: Cluster, attention: str, efficiency: Eff
 # ------------------------------------------------------------------------------------------------------------ search
 
 
-def with_arrays(found: Found, attention: str, efficiency: Efficiency) -> Found:
+def with_arrays(found: Found, attention: str, efficiency: Efficiency, fixed: Fixed = FREE) -> Found:
     """What a search found, and of each mesh the fastest layout that fits because backward repeats some arrays, where it
-    is faster than what was found of that mesh, and at most `CLOSE` slower than the best of all.
+    is faster than what was found of that mesh, and at most `CLOSE` slower than the best of all. fixed: as in the
+    search.
 
     The time of a choice is known without a trace of it, and so is a bound of its bytes: the fastest is traced first. If
     it does not fit, its excess says how much less the next one keeps; if one fits, those before it are tried back to
     one that does not.
     """
     fits, limit = found.fits, usable_bytes(found.cluster)
-    rows = _nothing_repeated(found, attention)
+    rows = _nothing_repeated(found, attention, fixed)
     if not fits.any() or not len(rows):  # what whole blocks do not bring down, arrays do not
         return found
     whole = score(found.base, rows, found.cluster, attention, efficiency)
@@ -206,7 +209,7 @@ def _most_saved(rank: OneRank) -> float:
     return everything.num_bytes - min((each.num_bytes for each in others), default=everything.num_bytes)
 
 
-def _nothing_repeated(found: Found, attention: str) -> Candidates:
+def _nothing_repeated(found: Found, attention: str, fixed: Fixed = FREE) -> Candidates:
     """Layouts of a search's meshes whose arrays may be chosen one by one, and that keep all of them. What a ring
     gathers is put together in place, by no operation that a choice could name."""
     base, meshes = found.base, dict.fromkeys(map(found.layouts.mesh, np.flatnonzero(found.layouts.pp == 1)))
@@ -220,6 +223,7 @@ def _nothing_repeated(found: Found, attention: str) -> Candidates:
             base.optimizer.name,
             attention=attention,
             loss_chunks=base.parallel.loss_chunks,
+            fixed=fixed,
         )
     rows = Candidates.join(blocks)
     plain = [rows.every, rows.selective, rows.recompute, rows.overlap, rows.keep, rows.ring]

@@ -856,10 +856,9 @@ def search(
 
 def _search(base, cluster, attention, efficiency, block, progress, thorough: bool, fixed: Fixed) -> Found:
     model, optimizer, chunks = base.model, base.optimizer.name, base.parallel.loss_chunks
-    legal = legal_meshes(model, cluster.num_devices, base.batch_size, optimizer)
-    meshes = [mesh for mesh in legal if fixed.allows(mesh)]
+    meshes = list(_meshes_with(base, cluster, fixed))
     if not thorough:
-        meshes = _likely_meshes(model, meshes, cluster, attention)
+        meshes = _likely_meshes(model, meshes, cluster, attention, fixed)
 
     def blocks() -> Iterator[Candidates]:
         """Layouts of one mesh after the other, at least `block` at a time while there are so many."""
@@ -895,21 +894,26 @@ def _search(base, cluster, attention, efficiency, block, progress, thorough: boo
 
 def has_layout(base: RunConfig, cluster: Cluster, fixed: Fixed) -> bool:
     """Whether any layout, whatever its memory, has what is fixed."""
-    meshes = legal_meshes(base.model, cluster.num_devices, base.batch_size, base.optimizer.name)
-    return any(
-        next(layouts_of_mesh(base.model, mesh, base.batch_size, base.optimizer.name, fixed=fixed), None) is not None
-        for mesh in meshes
-        if fixed.allows(mesh)
-    )
+    return next(_meshes_with(base, cluster, fixed), None) is not None
+
+
+def _meshes_with(base: RunConfig, cluster: Cluster, fixed: Fixed) -> Iterator[dict[str, int]]:
+    """Meshes with a layout that has what is fixed. Raises: ConfigError as `legal_meshes`."""
+    run = base.batch_size, base.optimizer.name, 1024
+    for mesh in legal_meshes(base.model, cluster.num_devices, *run[:2]):
+        layouts = fixed.allows(mesh) and next(layouts_of_mesh(base.model, mesh, *run, fixed=fixed), None)
+        if layouts:
+            yield mesh
 
 
 def _likely_meshes(
-    model: Model, meshes: list[dict[str, int]], cluster: Cluster, attention: str
+    model: Model, meshes: list[dict[str, int]], cluster: Cluster, attention: str, fixed: Fixed
 ) -> list[dict[str, int]]:
     """Meshes with tp in a node and enough of a sequence on a rank, all where there are none; where a fused kernel
-    attends, with a cp that heads are exchanged over, if they can be on any mesh with that cp."""
+    attends, with a cp that heads are exchanged over, if they can be on any mesh with that cp and may be."""
     exchanges = {id(mesh): EXCHANGE in context_kinds(model, MeshShape(**mesh)) for mesh in meshes}
-    sizes = {mesh["cp"] for mesh in meshes if attention == "cudnn" and exchanges[id(mesh)]}
+    may = attention == "cudnn" and fixed.columns.get("kind", CP_KINDS.index(EXCHANGE)) == CP_KINDS.index(EXCHANGE)
+    sizes = {mesh["cp"] for mesh in meshes if may and exchanges[id(mesh)]}
     return [
         mesh
         for mesh in meshes

@@ -1,5 +1,6 @@
 """A search in which some settings are fixed: the best of all layouts that have them, and refusals that say why not."""
 
+import dataclasses
 import json
 import random
 
@@ -82,6 +83,23 @@ def test_the_best_is_that_of_all_layouts_with_what_is_fixed(seed, cluster):
     assert found.time.total[best] == pytest.approx(scored.time.total[expected], rel=1e-9)
 
 
+NARROW = DecoderConfig(2, 384, 6, num_kv_heads=2, head_dim=64, ffn_width=1024, seq_len=32768, vocab_size=1000)
+
+
+@pytest.mark.parametrize(
+    ("model", "fixed", "mesh"),
+    [
+        (NARROW, Fixed({"cp": 2}, {"kind": 0}), "dp=2,cp=2,tp=2"),  # which exchanges no heads
+        (dataclasses.replace(GPT, num_layers=1), Fixed({}, {"accumulate": 8}), "tp=8"),  # over two nodes
+    ],
+)
+def test_meshes_that_a_search_leaves_out_are_there_where_what_is_fixed_needs_them(model, fixed, mesh):
+    config = RunConfig(model, precision=PrecisionConfig("bfloat16"), batch_size=8 if model is not NARROW else 2)
+    quick, whole = (search(config, CLUSTERS[0][2], "cudnn", fixed=fixed, thorough=each) for each in (False, True))
+    best, expected = (int(rank(found)[0]) for found in (quick, whole))
+    assert str(quick.layouts.mesh(best)) == str(whole.layouts.mesh(expected)) == mesh
+
+
 def planned(capfd, tmp_path, words: str) -> dict:
     path = tmp_path / "plan.json"
     code, out, err = run(capfd, "plan", *f"--model gpt2-124m --batch-size 64 {words} --json {path}".split())
@@ -97,6 +115,12 @@ def test_axes_of_a_mesh_of_fewer_devices_are_fixed_and_the_rest_is_searched(capf
     free = planned(capfd, tmp_path, "--nodes 1")
     assert free["rows"][0]["step_seconds"] <= plan["rows"][0]["step_seconds"]
     assert not any(each.startswith("Fixed:") for each in free["sentences"])
+
+
+def test_arrays_to_repeat_are_chosen_of_layouts_that_have_what_is_fixed(capfd, tmp_path):
+    plan = planned(capfd, tmp_path, "--nodes 1 --zero 1 --accumulate 2 --max-gib 2")
+    assert {(row["zero"], row["accumulate"]) for row in plan["rows"]} == {(1, 2)}
+    assert any(row["remat"].startswith("repeat:") for row in plan["rows"])
 
 
 def test_a_size_of_one_fixes_that_there_is_none(capfd, tmp_path):
