@@ -82,7 +82,8 @@ def require_layouts(question: Question, cluster: Cluster) -> None:
     subsets = (names for number in range(1, len(fixed) + 1) for names in itertools.combinations(fixed, number))
     names = next(n for n in subsets if not has_layout(question.base, cluster, Fixed.join(fixed[name] for name in n)))
     axes = Fixed.join(fixed[name] for name in names).axes
-    check_split(question.base.model, ParallelConfig(MeshShape(**axes)))  # which may say why
+    mesh = MeshShape(**({"dp": axes.get("ep", 1)} | axes))
+    check_split(question.base.model, ParallelConfig(mesh))  # which may say why
     why = f"; cp is for sequences of {LONG:,} and more" if "cp" in " ".join(names) else ""
     raise ConfigError(
         f"{' with '.join(names)} on {cluster.num_devices} devices",

@@ -12,7 +12,7 @@ import tyro
 from jaxdist.config import RunConfig
 from jaxdist.data.batches import load_corpus
 from jaxdist.errors import MOST, ConfigError
-from jaxdist.mesh import parse_mesh
+from jaxdist.mesh import FACTORS, parse_mesh, parse_sizes
 from jaxdist.models.attention_choice import LONG
 from jaxdist.models.declared import num_parameters
 from jaxdist.models.registry import is_path
@@ -141,16 +141,14 @@ class PlanFlags(CommonFlags, FileFlags):
         """Whether --mesh is of all devices, and so names one layout; otherwise it fixes axes of a search."""
         if not self.mesh:
             return False
-        ranks = parse_mesh(self.mesh).num_devices
+        ranks = math.prod(size for axis, size in parse_sizes(self.mesh).items() if axis in FACTORS)
         card, *_ = cards_of(self)
         per_node = self.devices_per_node or find_hardware(card, self.hardware_file).devices_per_node
         return self.nodes is None or self.nodes * per_node == ranks
 
     def fixed(self) -> dict[str, Fixed]:
         """What a search may not change, by its words. Raises: ConfigError for what no layout of a search has."""
-        mesh = parse_mesh(self.mesh)
-        found = {f"--mesh {axis}={size}": Fixed({axis: size})
-                 for axis in re.findall("[a-z]+", self.mesh) for size in [getattr(mesh, axis)]}  # fmt: skip
+        found = {f"--mesh {axis}={size}": Fixed({axis: size}) for axis, size in parse_sizes(self.mesh).items()}
         for name in sorted((LAYOUT_FLAGS - PASSED_ON) & self.given):
             value = getattr(self, name)
             words = flag_word(name, value) + f" {value}" * (not isinstance(value, bool))
@@ -317,11 +315,11 @@ def refuse_unused(flags: PlanFlags) -> None:
         raise ConfigError(
             f"--simplest-within {flags.simplest_within:g}", f"must be from 0 to {MOST_WITHIN:g}", f"Use {WITHIN:g}"
         )
-    mesh, layers = parse_mesh(flags.mesh), flags.model_config().num_layers
-    if mesh.pp > layers:  # before a schedule is made for so many stages
-        reason = f"each stage must hold one of the {layers} layers or more"
-        raise ConfigError(f"--mesh {mesh}", reason, "Use a smaller pp")
     whole, proving = flags.names_layout, flags.trace or flags.compile is not None
+    mesh, layers = parse_mesh(flags.mesh * whole), flags.model_config().num_layers
+    if parse_sizes(flags.mesh).get("pp", 1) > layers:  # before a schedule is made for so many stages
+        reason = f"each stage must hold one of the {layers} layers or more"
+        raise ConfigError(f"--mesh {flags.mesh}", reason, "Use a smaller pp")
     said = flags.tokens is not None or flags.steps is not None  # how long the run is
     untimed = not (said or flags.data is not None)
     one, alone = "Give one of the two", "Leave one of the two out"

@@ -137,7 +137,12 @@ class MeshShape:
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """`"dp=2,tp=2"` -> MeshShape; the empty string and `"1"` are one device.
+    """`"dp=2,tp=2"` -> MeshShape; the empty string and `"1"` are one device. Raises: ConfigError as both."""
+    return MeshShape(**parse_sizes(text))
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """Sizes of the axes that are named, be they a whole mesh or not.
 
     Raises: ConfigError for an empty part, an unknown or repeated axis, or a size that is not a positive whole number.
     """
@@ -157,7 +162,7 @@ def parse_mesh(text: str) -> MeshShape:
                 f"mesh={text!r}", f"axis {axis!r} must have a whole number of ranks, at least 1", f"Write {axis}=2"
             )
         sizes[axis] = int(size)
-    return MeshShape(**sizes)
+    return sizes
 
 
 def make_mesh(shape: MeshShape, devices: "Sequence[jax.Device]") -> "jax.sharding.Mesh":

@@ -129,6 +129,11 @@ def test_a_size_of_one_fixes_that_there_is_none(capfd, tmp_path):
     assert {row["remat"] for row in plan["rows"]} == {"block"}
 
 
+def test_experts_are_fixed_without_the_ranks_they_are_over(capfd, tmp_path):
+    plan = planned(capfd, tmp_path, "--nodes 1 --mesh ep=2 --model moe-proof")
+    assert plan["rows"] and all("ep=2" in row["mesh"] for row in plan["rows"])
+
+
 def test_a_file_fixes_what_it_sets_to_other_than_the_default(capfd, tmp_path):
     (tmp_path / "some.toml").write_text("[parallel]\nzero = 2\nschedule = '1f1b'\ncp_kind = 'ring'\n")
     plan = planned(capfd, tmp_path, f"--nodes 1 --config {tmp_path}/some.toml")
@@ -147,6 +152,7 @@ def test_a_mesh_with_a_deadline_names_its_layout(capfd, tmp_path):
         ("--nodes 1 --cp-kind ring --zero 1", "--cp-kind ring on 8 devices"),
         ("--nodes 2 --mesh tp=8", "--num-heads 12 cannot be split over tp=8"),
         ("--nodes 2 --mesh dp=3", "--mesh dp=3 on 16 devices"),
+        ("--nodes 1 --mesh ep=2", "ep=2 with 12 layers, width 768, context 1024"),
         ("--nodes 1 --remat auto-24", "--remat auto-24"),
         ("--nodes 1 --remat last-3", "--remat last-3"),
         ("--nodes 1 --remat every-0", "--remat every-0"),
