@@ -221,7 +221,7 @@ class RunConfig:
             raise ConfigError(
                 f"loss_chunks={self.parallel.loss_chunks} with seq_len={self.model.seq_len}",
                 "the loss must be of equal parts of a micro-batch's positions",
-                f"Use loss_chunks in {divisors(self.model.seq_len)}",
+                f"Use loss_chunks in {divisors(self.model.seq_len // self.parallel.mesh.cp)}",
             )
         self._check_optimizer()
         self._check_pipeline()

@@ -143,6 +143,7 @@ class Candidates:
             overlap=bool(row["overlap"]),
             cp_kind=self.cp_kind(index, base or plain),
             experts_over_tp=bool(row["over_tp"]),
+            unroll_layers=plain.unroll_layers if row["pp"] > 1 or row["overlap"] else (base or plain).unroll_layers,
             **{"schedule": plain.schedule, "microbatches": None, "chunks": None, "stages": plain.stages, **pipeline},
         )
 
@@ -353,6 +354,8 @@ def layouts_of_mesh(
         for micro in (divisors(per_rank) if pp > 1 else [1])
         for accumulate in divisors(per_rank // micro)
     ]
+    if model.seq_len // mesh["cp"] % loss_chunks:
+        return
     layers = fixed.rows("schedule chunks last every selective recompute", layers)
     states, splits = fixed.rows("zero keep overlap", states), fixed.rows("sp ring kind over_tp", splits)
     cuts = fixed.rows("microbatches accumulate", cuts)

@@ -129,6 +129,12 @@ def test_a_size_of_one_fixes_that_there_is_none(capfd, tmp_path):
     assert {row["remat"] for row in plan["rows"]} == {"block"}
 
 
+@pytest.mark.parametrize("words", ["--unroll-layers no", "--seq-len 8200 --loss-chunks 8 --batch-size 2"])
+def test_what_all_layouts_have_is_left_out_where_it_has_no_place(words, capfd, tmp_path):
+    plan = planned(capfd, tmp_path, f"--nodes 1 --simplest-within 0 {words}")
+    assert plan["command"] and "--overlap" in plan["command"]
+
+
 def test_experts_are_fixed_without_the_ranks_they_are_over(capfd, tmp_path):
     plan = planned(capfd, tmp_path, "--nodes 1 --mesh ep=2 --model moe-proof")
     assert plan["rows"] and all("ep=2" in row["mesh"] for row in plan["rows"])
