@@ -188,13 +188,13 @@ def half_loss(half, batch):
     return ((half * factor[0]) * (x * factor[0])).sum()
 
 
-def draw_scaled(n: int, rng: np.random.Generator, overflow: bool = False) -> list:
+def draw_scaled(n: int, rng: np.random.Generator, overflow: bool = False, good: int = 1) -> list:
     x = rng.integers(1, 9, (12, 6)).astype(float)
     factor, scale = np.full(12, 2.0**-13), np.float64(2.0**10)
     if overflow:  # in one row, of the last rank
         x[-1, 2], factor, scale = 60_000.0, np.full(12, 0.5), np.float64(2.0**15)
         x[:-1] = 0.0
-    return [rng.integers(-8, 9, 6) * 2.0**-24, (x, factor), scale, np.int64(1)]
+    return [rng.integers(-8, 9, 6) * 2.0**-24, (x, factor), scale, np.int64(good)]
 
 
 def scaled_update(weights, batch, scale, good):
@@ -202,7 +202,8 @@ def scaled_update(weights, batch, scale, good):
     each = x * factor[:, None]
     overflow = jnp.abs(each * scale).max() > 65504
     new = weights - 0.1 * (each * factor[:, None]).sum(0)
-    return jnp.where(overflow, weights, new), jnp.where(overflow, scale / 2, 2 * scale), 0
+    scale = jnp.where(overflow, scale / 2, jnp.where(good == 1, 2 * scale, scale))
+    return jnp.where(overflow, weights, new), scale, jnp.where(overflow, 0, (good + 1) % 2)
 
 
 def dense_experts(x, router, up, down):
@@ -228,7 +229,7 @@ def orthogonalized(x):
     return x
 
 
-GRADS = [(4, 6), (10,), (3, 3), (30,), (5,), (2, 2)]
+GRADS = [(5, 7), (4, 6), (10,), (3, 3), (30,), (5,), (2, 2)]
 SUM_HINT = "a rank has only its part of the sum; the transpose of a copy to all ranks is a sum over them"
 TASKS: dict[str, OnRanks | Orders | Formula] = {
     "mean_gradient": OnRanks(
@@ -265,7 +266,7 @@ TASKS: dict[str, OnRanks | Orders | Formula] = {
         lambda grads: [grad.sum(0) for grad in grads],
         static=(34,),
         sends=lambda n: summed(n, sum(int(np.prod(shape)) for shape in GRADS)),
-        messages=4,
+        messages=5,
         hints={"messages": "lay the arrays of a bucket side by side (concatenate), and sum that"},
     ),
     "zero1_step": OnRanks(
@@ -345,18 +346,18 @@ TASKS: dict[str, OnRanks | Orders | Formula] = {
     "scaled_step": OnRanks(
         "precision",
         "weights batch:0 scale good -> weights scale good",
-        (draw_scaled, partial(draw_scaled, overflow=True)),
+        (draw_scaled, partial(draw_scaled, good=0), partial(draw_scaled, overflow=True)),
         scaled_update,
         static=(half_loss,),
         hints={
             "weights": "scale the loss before backward, and divide in the wider dtype",
-            "scale": "all ranks decide alike",
+            "scale": "all ranks decide alike, and it doubles where good arrives at 2",
         },
     ),
     "state_bytes": Formula(
         "memory",
         [
-            {"parameters": 7e9, "zero": zero, "dp": dp, "tp": tp, "pp": pp}
+            {"parameters": 7e9 + 1e9 * dp, "zero": zero, "dp": dp, "tp": tp, "pp": pp}
             for zero in range(4)
             for dp, tp, pp in ((1, 1, 1), (8, 1, 1), (4, 2, 3))
         ],
@@ -366,7 +367,7 @@ TASKS: dict[str, OnRanks | Orders | Formula] = {
     "activation_bytes": Formula(
         "memory",
         [
-            {"seq_len": 2048, "rows": rows, "width": 4096, "num_heads": 32, "tp": tp, "sp": sp}
+            {"seq_len": 2048 * rows, "rows": rows, "width": 4096, "num_heads": 32, "tp": tp, "sp": sp}
             for rows, tp, sp in ((1, 1, False), (2, 1, True), (1, 8, False), (4, 8, True))
         ],
         lambda seq_len, rows, width, num_heads, tp, sp: formulas.layer_activation_bytes(

@@ -187,6 +187,20 @@ WRONG = {
         "    finite = jnp.isfinite(jax.grad(lambda half: loss(half, batch) * factor)(half)).all()",
         "value/2/weights",
     ),
+    "a scale that grows at every step": (
+        "scaled_step",
+        "jnp.where(good == 2, 2 * scale, scale)",
+        "2 * scale",
+        "value/2/scale",
+    ),
+    "an empty bucket before a large array": ("bucketed_sum", "buckets[-1] and sum(", "sum(", "raised"),
+    "80 for the scores": (
+        "activation_bytes",
+        "5 * num_heads * seq_len / width",
+        "80",
+        "value//activation_bytes",
+    ),
+    "7 billion": ("state_bytes", "parameters / tp", "7e9 / tp", "value//state_bytes"),
     "ZeRO-2 for 3": ("state_bytes", "(3, 2, 1)", "(4, 2, 1)", "value//state_bytes"),
     "sp forgotten": ("activation_bytes", "tp if sp else 1", "1", "value//activation_bytes"),
     "a softmax over all experts": (
