@@ -368,7 +368,8 @@ def what_would_fit(found: Scored, attention: str, efficiency: Efficiency) -> str
         pairs = [(a, b, p) for a in MOVED_TO for b in AXES for p in sorted({2, 3, mesh[b]} - {1}) if a != b]
         moved = [dict(mesh, ep=mesh["ep"] * p) for p in (2, 4, 8)]  # which adds no devices
         moved += [dict(mesh, **{a: mesh[a] * p, b: mesh[b] // p}) for a, b, p in pairs]
-        legal = legal_meshes(found.base.model, found.cluster.num_devices, found.base.batch_size)
+        base, devices = found.base, found.cluster.num_devices
+        legal = legal_meshes(base.model, devices, base.batch_size, base.optimizer.name)
         tried = (_near(found, each, attention, efficiency) for each in moved if each in legal)
         fitting = list(itertools.islice((each for each in tried if len(each[0])), 2))
         near = Scored.join([near, *(some for some, _ in fitting)])

@@ -171,6 +171,11 @@ def test_what_contradicts_is_named(words, culprits, capfd):
     assert code == 2 and f"error: {culprits}:" in err
 
 
+def test_what_would_fit_is_of_meshes_that_the_optimizer_takes(capfd, tmp_path):
+    plan = planned(capfd, tmp_path, "--optimizer adafactor --mesh dp=8 --max-gib 1")
+    assert plan["sentences"][0].endswith("beside it does: leave --mesh out to search all.")
+
+
 def test_a_downloaded_model_is_not_planned_at_all_its_positions_unless_asked(capfd, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = {"model_type": "llama", "max_position_embeddings": 131072, "vocab_size": 1000, **sizes}
