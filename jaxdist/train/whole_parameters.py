@@ -13,6 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf, axes_of
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.relayout import from_storage, gather_whole, to_storage
@@ -38,7 +39,7 @@ def with_whole_parameters(
             """For each array of the state the leaf that it is stored like; False for the others."""
             shapes = jax.tree.map(lambda leaf, p: jax.ShapeDtypeStruct(leaf.shape, p.dtype), layout.leaves, params)
             state = jax.eval_shape(inner.init, shapes)
-            return by_owner(lambda x, leaf: leaf if x.shape == leaf.shape else False, state, layout.leaves, False)
+            return by_owner(stored_like, state, layout.leaves, False)
 
         def init(params: dict):
             if jax.sharding.get_abstract_mesh().manual_axes:
@@ -57,6 +58,16 @@ def with_whole_parameters(
         return optax.GradientTransformationExtraArgs(init, update)
 
     return on
+
+
+def stored_like(x: jax.ShapeDtypeStruct, leaf: Leaf) -> Leaf | bool:
+    if x.shape == leaf.storage_shape != leaf.shape:  # which `optimizer_specs` would take for a shard
+        raise ConfigError(
+            f"an optimizer that keeps an array of shape {x.shape} for parameter {leaf.name} of shape {leaf.shape}",
+            "must keep none of the shape to which ZeRO pads the parameter",
+            "Use another number of ranks",
+        )
+    return leaf if x.shape == leaf.shape else False
 
 
 def whole(leaf: Leaf | bool, x: jax.Array) -> jax.Array:

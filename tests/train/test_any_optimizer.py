@@ -246,3 +246,17 @@ def test_a_mixture_counts_without_the_optimizer_seeing_its_counts():
     (a, _), (b, _) = (each.step(each.init(0), each.put(batch(0))) for each in (ours, theirs))
     for x, y in zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+
+
+def test_what_would_be_taken_for_a_padded_shard_is_refused():
+    layout = make_layout(MODEL, ParallelConfig(parse_mesh("dp=3"), zero=1)).trained
+    leaves = jax.tree.leaves(layout.leaves)
+    padded = next(leaf for leaf in leaves if leaf.storage_shape != leaf.shape)
+    keeps = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda leaf: jnp.zeros(padded.storage_shape), layout.leaves), optax.sgd(1e-2).update
+    )
+    with pytest.raises(ConfigError) as refused:
+        with_whole_parameters(keeps)(layout).init(
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.storage_shape), layout.leaves)
+        )
+    assert str(padded.storage_shape) in refused.value.asked
