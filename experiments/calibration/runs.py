@@ -12,9 +12,9 @@ from jaxdist.parallel.pipeline.schedules import divide_layers
 from jaxdist.plan import formulas
 from jaxdist.plan.formulas import ModelShape
 from jaxdist.plan.hardware import Cluster, find_hardware
-from jaxdist.plan.time_model import Efficiency, Layout, Repeated, step_time
+from jaxdist.plan.time_model import Layout, Repeated
 
-from .work import PaperWork, elementwise_bytes
+from .work import elementwise_bytes
 
 
 def mean_and_max(errors: Sequence[float]) -> tuple[float, float]:
@@ -78,10 +78,6 @@ class TimeCase:
     cluster: Cluster
     seconds: float
     dtype: str = "bfloat16"
-
-    def predict(self, efficiency: Efficiency) -> float:
-        work = PaperWork(self.shape)
-        return float(step_time(work, self.layout, self.cluster, efficiency, self.dtype).total.min())
 
 
 def times(group: str, run: dict) -> "list[TimeCase]":
