@@ -83,8 +83,8 @@ class Model(ABC):
     # What a model may say for itself.
 
     def check(self, parallel: ParallelConfig) -> None:  # noqa: B027  # most models need none
-        """Refuse what this model cannot do on a mesh, beside dims that an axis does not divide, which
-        `jaxdist.models.declared.check_split` refuses. Raises: ConfigError."""
+        """Refuse what else this model cannot do on a mesh: `jaxdist.models.declared.check_split` calls it, and refuses
+        axes that do not divide a dim. Raises: ConfigError."""
 
     def initial_values(self, seed) -> dict:
         """fp32 parameters at global shape, from `Param.mean` and `std`; equal on every mesh."""

@@ -902,9 +902,9 @@ def has_layout(base: RunConfig, cluster: Cluster, fixed: Fixed) -> bool:
 
 def _meshes_with(base: RunConfig, cluster: Cluster, fixed: Fixed) -> Iterator[dict[str, int]]:
     """Meshes with a layout that has what is fixed. Raises: ConfigError as `legal_meshes`."""
-    run = base.batch_size, base.optimizer.name, 1024
-    for mesh in legal_meshes(base.model, cluster.num_devices, *run[:2]):
-        layouts = fixed.allows(mesh) and next(layouts_of_mesh(base.model, mesh, *run, fixed=fixed), None)
+    run = base.batch_size, base.optimizer.name
+    for mesh in legal_meshes(base.model, cluster.num_devices, *run):
+        layouts = fixed.allows(mesh) and next(layouts_of_mesh(base.model, mesh, *run, block=1024, fixed=fixed), None)
         if layouts:
             yield mesh
 
@@ -915,7 +915,8 @@ def _likely_meshes(
     """Meshes with tp in a node and enough of a sequence on a rank, all where there are none; where a fused kernel
     attends, with a cp that heads are exchanged over, if they can be on any mesh with that cp and may be."""
     exchanges = {id(mesh): EXCHANGE in context_kinds(model, MeshShape(**mesh)) for mesh in meshes}
-    may = attention == "cudnn" and fixed.columns.get("kind", CP_KINDS.index(EXCHANGE)) == CP_KINDS.index(EXCHANGE)
+    exchange = CP_KINDS.index(EXCHANGE)
+    may = attention == "cudnn" and fixed.columns.get("kind", exchange) == exchange
     sizes = {mesh["cp"] for mesh in meshes if may and exchanges[id(mesh)]}
     return [
         mesh

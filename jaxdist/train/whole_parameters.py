@@ -27,8 +27,8 @@ def with_whole_parameters(
     """The optimizer for `build_program`, called with every parameter whole: exact, for whatever looks at more than
     single elements.
 
-    Layout: parameters, gradients and those of its arrays that are as large as their parameter in the storage layout;
-    all others of its state on every rank. During an update a rank holds all of them whole.
+    Layout: parameters, gradients and arrays of the optimizer's state that have their parameter's shape are in the
+    storage layout; the rest of the state is whole on every rank. During an update every rank holds all of them whole.
     Sends: an all-gather of each that the update uses, over the axes that it is stored on, and from stages of uneven
     depth an all-to-all over pp.
     """
