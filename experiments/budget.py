@@ -29,7 +29,7 @@ from jaxdist.runtime.budget import (
     money,
 )
 
-from .cli import EXIT_BUDGET, EXIT_SIGNAL, run_program
+from .entry import EXIT_BUDGET, EXIT_SIGNAL, run_program
 from .tables import Rows
 from .warden import Guarded
 

@@ -15,10 +15,11 @@ A flag on the command line overrides the file. JSON has the same keys.
 
 import dataclasses
 import json
+import shlex
 import tomllib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -27,7 +28,7 @@ from jaxdist.config import RunConfig, renewed
 from jaxdist.errors import ConfigError, is_utf8
 from jaxdist.files import read_text_file
 from jaxdist.models.lora import LoRA
-from jaxdist.models.registry import ADAPTER_FLAGS, SIZES
+from jaxdist.models.registry import ADAPTER_FLAGS, SIZES, is_code
 from jaxdist.values import WRONG, as_type
 
 from .settings import SECTIONS, SETTINGS
@@ -86,6 +87,24 @@ def read_flags(flags_type: type[FileFlags], program: str, path: str) -> dict[str
             value = renewed(key, value) if section == "parallel" else value
             found[keys[key]] = _checked(path, f"{section}.{key}", value, hints[keys[key]])
     return {flag: value for flag, value in values.items() if flag not in flags_type.NOT_SHARED} | own
+
+
+def with_file(
+    flags: FileFlags, program: str, parse: Callable[[FileFlags], FileFlags]
+) -> tuple[FileFlags, dict[str, Any]]:
+    """The flags of a command line with those of its file below them, and what the file says.
+
+    parse: reads the command line again, on top of flags. Raises: ConfigError.
+    """
+    kind, values = type(flags), read_flags(type(flags), program, flags.config)
+    found = parse(kind(**values))
+    if found.model != values.get("model", found.model):
+        values = {name: value for name, value in values.items() if name not in SIZES}  # they are of the file's model
+        return parse(kind(**values)), values
+    if found.model != flags.model and is_code(found.model):
+        reason = "its model is a class, and whoever runs it must have named it"
+        raise ConfigError(f"--config {flags.config!r}", reason, f"Add --model {shlex.quote(found.model)}")
+    return found, values
 
 
 def _keys_of(section: str, flags_type: type, program: str) -> dict[str, str] | None:

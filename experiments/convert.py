@@ -53,7 +53,8 @@ from jaxdist.runtime.devices import DeviceChoice, Devices, acquire_devices
 from jaxdist.runtime.metrics import holds_run
 from jaxdist.strategy import ParallelConfig
 
-from .cli import ProcessFlags, run_program
+from .cli import ProcessFlags
+from .entry import run_program
 
 PROVED_BYTES = 2 * 10**9  # of fp32 parameters: a proof holds several times as much
 PROVED_TOKENS = 32  # of each sequence

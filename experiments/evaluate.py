@@ -25,7 +25,8 @@ from jaxdist.runtime.devices import DeviceChoice, acquire_devices
 from jaxdist.strategy import Dtype, ParallelConfig, PrecisionConfig
 from jaxdist.train.program import build_program
 
-from .cli import ProcessFlags, run_program, set_precision
+from .cli import ProcessFlags, set_precision
+from .entry import run_program
 from .progress import Progress
 
 

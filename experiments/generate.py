@@ -32,7 +32,8 @@ from jaxdist.runtime import processes
 from jaxdist.runtime.devices import DeviceChoice, Devices, acquire_devices
 from jaxdist.strategy import Dtype
 
-from .cli import ProcessFlags, SafeConsole, run_program
+from .cli import ProcessFlags
+from .entry import SafeConsole, run_program
 from .progress import Progress
 
 MOST_PROMPT_BYTES = 2**26

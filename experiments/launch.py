@@ -26,7 +26,7 @@ from jaxdist.errors import ConfigError, require_positive, require_within
 from jaxdist.runtime.devices import MAX_SIMULATED
 from jaxdist.runtime.signals import EXIT_SIGNAL, Signals
 
-from .cli import run_program
+from .entry import run_program
 from .warden import Guarded
 
 POLL_SECONDS = 0.1

@@ -22,7 +22,7 @@ from jaxdist.errors import ConfigError, require_within
 from jaxdist.runtime.metrics import METRICS, STOPPED, is_complete, read_config, read_metrics
 from jaxdist.runtime.telemetry import PARTS
 
-from .cli import require_writable, write_output
+from .entry import require_writable, write_output
 from .panel import RunPanel
 
 SVG_WIDTH = 80  # characters

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxdist.plan.proof.compile import require_compiler, without_devices
 
-from .cli import make_folder, require_writable, run_program, write_output
+from .entry import make_folder, require_writable, run_program, write_output
 from .plan_answers import check_limits, of_batches, of_clusters, plan_for, report_layout, what_if
 from .plan_page import page
 from .plan_prove import prove

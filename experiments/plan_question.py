@@ -34,8 +34,9 @@ from jaxdist.plan.search import MOST_WITHIN, WITHIN, Fixed, Scored, usable_bytes
 from jaxdist.plan.time_model import Efficiency, calibrated, read_efficiency
 from jaxdist.strategy import CP_KINDS, TP_RINGS, Dtype
 
-from .cli import PLACEHOLDERS, CommonFlags, ModelName, flag_word, refuse_ignored
+from .cli import PLACEHOLDERS, CommonFlags, ModelName, refuse_ignored
 from .config_file import FileFlags
+from .entry import flag_word
 from .plan_command import UNKNOWN_RATE, rate_note
 
 MOST_DEVICES = 2**20

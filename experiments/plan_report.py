@@ -20,7 +20,7 @@ from jaxdist.plan.time_model import bar_of
 from jaxdist.runtime.budget import short_money
 from jaxdist.strategy import TP_RINGS
 
-from .cli import in_flags
+from .entry import in_flags
 from .plan_command import Command, make_command
 from .plan_question import Estimate, PlanFlags, Question, estimate
 from .tables import print_bullet, print_columns

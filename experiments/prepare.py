@@ -47,7 +47,7 @@ from jaxdist.errors import ConfigError, is_utf8, require_positive
 from jaxdist.files import BYTE_ORDER_MARK, read_object, write_whole
 from jaxdist.runtime.run_folder import LOCK, held
 
-from .cli import flag_word, run_program
+from .entry import flag_word, run_program
 
 PIECE_BYTES = 1 << 20  # of text encoded as one; a longer document is cut at line ends, where that changes no token
 BATCH_BYTES = 8 << 20  # of text given to the tokenizer's threads together

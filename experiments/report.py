@@ -22,7 +22,7 @@ from jaxdist.plan.proof.compile import without_devices
 from jaxdist.runtime.run_record import Run, labels, read_run
 
 from . import config_file
-from .cli import require_writable, run_program, write_output
+from .entry import require_writable, run_program, write_output
 from .progress import Progress
 from .report_page import Entry, Verdict, page
 from .report_predictions import config_of, predictions

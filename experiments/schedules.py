@@ -19,7 +19,7 @@ from jaxdist.parallel.pipeline.simulate import Costs, in_flight, simulate
 from jaxdist.parallel.pipeline.text import draw, load
 
 from .charts import schedule_picture, standalone
-from .cli import make_folder, write_output
+from .entry import make_folder, write_output
 from .tables import Rows
 
 MOST_COMPARED = 2**13  # stages x micro-batches x chunks, of all schedules together

@@ -30,7 +30,7 @@ from jaxdist.runtime.telemetry import DeviceMemory, Span, Stopwatch
 from jaxdist.runtime.watchdog import Agreement
 from jaxdist.train.program import Program, State
 
-from .cli import EXIT_PEER, EXIT_SAVE, run_program
+from .entry import EXIT_PEER, EXIT_SAVE, run_program
 from .listeners import listeners_of
 from .progress import Progress as SlowWork
 from .train_flags import TrainFlags

@@ -14,8 +14,9 @@ from jaxdist.models.declared import num_parameters
 from jaxdist.models.lora import LoRA
 from jaxdist.runtime import exporters, profile
 
-from .cli import PLACEHOLDERS, CommonFlags, ProcessFlags, flag_word
+from .cli import PLACEHOLDERS, CommonFlags, ProcessFlags
 from .config_file import FileFlags
+from .entry import flag_word
 
 # Flags about the folder of a run.
 OF_FOLDER = ("keep_last", "keep_every", "fresh", "fall_back", "profile", "tensorboard", "wandb")

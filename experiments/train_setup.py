@@ -48,7 +48,8 @@ from jaxdist.train.program import Program, State, build_program, compiled_bytes
 from jaxdist.versions import versions
 
 from . import config_file
-from .cli import EXIT_BUDGET, EXIT_SAVE, EXIT_SIGNAL, in_flags, set_precision
+from .cli import set_precision
+from .entry import EXIT_BUDGET, EXIT_SAVE, EXIT_SIGNAL, in_flags
 from .progress import Progress as SlowWork
 from .tables import Rows
 from .train_flags import TrainFlags

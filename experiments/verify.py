@@ -33,17 +33,9 @@ from jaxdist.parity import (
 from jaxdist.runtime import processes
 from jaxdist.runtime.devices import Devices, acquire_devices
 
-from .cli import (
-    CommonFlags,
-    ModelName,
-    ProcessFlags,
-    flag_words,
-    refuse_ignored,
-    require_writable,
-    run_program,
-    write_output,
-)
+from .cli import CommonFlags, ModelName, ProcessFlags, flag_words, refuse_ignored
 from .config_file import FileFlags
+from .entry import require_writable, run_program, write_output
 from .oracles import OracleName, ask, require_known, starting_parameters
 from .progress import Progress
 from .settings import SETTINGS

@@ -1,10 +1,8 @@
-"""What differs between the JAX versions this package supports (0.10 to 0.12), in one place."""
+"""What differs between JAX 0.10 and 0.12, which this package supports, in one place; importing it imports no JAX."""
 
 import logging
 import os
 from pathlib import Path
-
-import jax
 
 
 class _NoPluginWithoutItsDevice(logging.Filter):
@@ -60,6 +58,8 @@ _SETTINGS = (
 
 def settings() -> dict[str, str]:
     """Settings that all processes of a run must share, by name. Where XLA dumps its programs is each process's own."""
+    import jax
+
     options = os.environ.get("XLA_FLAGS", "").split()
     found = {name: str(getattr(jax.config, name)) for name in _SETTINGS}
     return found | {

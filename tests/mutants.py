@@ -29,7 +29,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import run_program
+from experiments.entry import run_program
 from experiments.progress import Progress
 from jaxdist.errors import ConfigError, require_positive
 from tests.mutant_runner import TIMED_OUT

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import run_program
+from experiments.entry import run_program
 from experiments.tables import Rows
 from jaxdist.errors import ConfigError
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.cli import run_program
+from experiments.entry import run_program
 from tests.planted_bugs import ROOT, all_bugs
 
 LEFT_OUT = Path(__file__).with_name("left_out.txt")

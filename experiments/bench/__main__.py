@@ -18,7 +18,8 @@ from jaxdist.errors import ConfigError, require_positive, require_within
 from jaxdist.models.registry import SIZES
 from jaxdist.strategy import ParallelConfig
 
-from ..cli import flag_word, refuse_ignored, require_formulas, require_writable, run_program, set_precision
+from ..cli import refuse_ignored, require_formulas, set_precision
+from ..entry import flag_word, require_writable, run_program
 from .flags import BenchFlags
 from .rows import describe_machine, print_rows, write_rows
 

@@ -34,7 +34,7 @@ from jaxdist.runtime.devices import acquire_devices
 from jaxdist.runtime.signals import EXIT_SIGNAL
 from jaxdist.runtime.watchdog import EXIT_STUCK
 
-from ..cli import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, write_output
+from ..entry import EXIT_BAD_INPUT, EXIT_PEER, EXIT_SAVE, chosen, require_writable, write_output
 from ..progress import Progress
 from ..tables import Rows
 

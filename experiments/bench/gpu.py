@@ -30,7 +30,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.files import write_whole
 from jaxdist.runtime.devices import TUNED, Devices, acquire_devices, refused_option
 
-from ..cli import make_folder, require_writable
+from ..entry import make_folder, require_writable
 from .rows import describe_machine
 
 Clock = Callable[[], float]

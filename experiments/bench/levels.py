@@ -26,7 +26,8 @@ from jaxdist.plan.proof.executed import Miscounted, executed_step, miscounted
 from jaxdist.plan.proof.levels import Levels, levels
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
-from ..cli import CommonFlags, chosen, refuse_ignored, require_writable, set_precision, write_output
+from ..cli import CommonFlags, refuse_ignored, set_precision
+from ..entry import chosen, require_writable, write_output
 from ..progress import Progress
 from ..tables import print_columns
 from .timing import planned_memory

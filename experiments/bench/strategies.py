@@ -15,7 +15,7 @@ from jaxdist.plan.traffic import predicted
 from jaxdist.runtime.devices import acquire_devices
 from jaxdist.train.program import build_program
 
-from ..cli import chosen
+from ..entry import chosen
 from ..verify import Verifier
 from .flags import BenchFlags
 from .rows import Measured, Row

@@ -24,7 +24,7 @@ from jaxdist.plan.search import Candidates, Scored, rank, score, search, usable_
 from jaxdist.plan.time_model import PARTS, efficiency_of
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
 
-from ..cli import run_program
+from ..entry import run_program
 from ..plan_report import layout_words, row_layout
 from ..progress import Progress
 

@@ -27,9 +27,8 @@ from rich.text import Text
 from jaxdist.commands import command_text, command_words, import_root, install_text
 from jaxdist.errors import ConfigError
 from jaxdist.files import write_whole
-from jaxdist.runtime.devices import acquire_devices
 
-from ..cli import make_folder, run_program
+from ..entry import make_folder, run_program
 from ..tables import Rows
 from . import COURSE, find_lab, pages
 from .lab import Check, Lab, Result
@@ -66,13 +65,16 @@ def main(flags: LabsFlags, console: Console) -> int:
     if not flags.name:
         list_course(console)
         return 0
-    lab = chosen_lab(flags)
+    name = chosen_name(flags)
     answers = [parse_answer(text) for text in flags.answer]
     folder = drawing_folder(flags.out)
-    page = pages.page_of(lab)
-    if answers:
+    page = pages.page_of(name)
+    if answers:  # judged by the page alone: a lab imports JAX
         our_pages("--answer")
-        return judge(lab, pages.questions_of(page), answers, console)
+        return judge(name, pages.questions_of(page), answers, console)
+    from jaxdist.runtime.devices import acquire_devices
+
+    lab = chosen_lab(name, flags.break_)
     acquire_devices(lab.devices, "cpu")
     console.print(Text(f"{COURSE.index(lab.name) + 1}. {lab.title}", "bold"))
     console.print(Text(lab.question + "\n"))
@@ -111,16 +113,20 @@ def list_course(console: Console) -> None:
     console.print(f"\n{command_text('labs')} NAME runs one; docs/labs has a page for each.", markup=False)
 
 
-def chosen_lab(flags: LabsFlags) -> Lab:
+def chosen_name(flags: LabsFlags) -> str:
     if len(flags.name) > 1:
         raise ConfigError(f"{len(flags.name)} labs", "must be one at a time", "Name one, or use --all")
     (name,) = flags.name
     if name not in COURSE:
         raise ConfigError(f"lab {name!r}", f"must be one of {', '.join(COURSE)}", "Use one of them")
+    return name
+
+
+def chosen_lab(name: str, without: str | None) -> Lab:
     lab = find_lab(name)
-    if flags.break_ is not None and flags.break_ not in lab.breaks:
+    if without is not None and without not in lab.breaks:
         known = ", ".join(lab.breaks)
-        raise ConfigError(f"--break {flags.break_}", f"must be a break of {name}: {known}", "Use one of them")
+        raise ConfigError(f"--break {without}", f"must be a break of {name}: {known}", "Use one of them")
     return lab
 
 
@@ -178,10 +184,10 @@ def show_checks(checks: Sequence[Check], console: Console) -> None:
     )
 
 
-def judge(lab: Lab, known: dict[str, Question], answers: list[tuple[str, float]], console: Console) -> int:
+def judge(lab: str, known: dict[str, Question], answers: list[tuple[str, float]], console: Console) -> int:
     for key, _ in answers:
         if key not in known:
-            raise ConfigError(f"--answer {key}", f"must be a question of {lab.name}: {', '.join(known)}", "Use one")
+            raise ConfigError(f"--answer {key}", f"must be a question of {lab}: {', '.join(known)}", "Use one")
     right = [known[key].accepts(number) for key, number in answers]
     for (key, number), ok in zip(answers, right, strict=True):
         size = "large" if number > known[key].answer else "small"

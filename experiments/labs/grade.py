@@ -38,7 +38,7 @@ from jaxdist.plan.proof.trace import KINDS, branches_differ, collectives_of, equ
 from jaxdist.plan.proof.trace_memory import temporary_bytes
 from jaxdist.runtime.devices import acquire_devices
 
-from ..cli import require_writable
+from ..entry import require_writable
 from ..tables import Rows, print_bullet
 from . import solutions
 from .exchanges import QUICKLY, on_mesh

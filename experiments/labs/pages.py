@@ -28,7 +28,6 @@ from jaxdist.files import write_whole
 
 from . import COURSE, find_lab
 from .lab import Lab, Result, Table, shown
-from .tasks import TASKS
 
 BLOCK = re.compile(r"(<!-- lab: ([a-z]+)(?: ([\w.-]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 GUESS = re.compile(
@@ -72,9 +71,9 @@ class Question:
         return "" if shown(self.answer) in re.findall(r"[\d.,]*\d", why) else why
 
 
-def page_of(lab: Lab) -> str:
+def page_of(lab: str) -> str:
     """The text of the lab's page; empty where the pages are not installed."""
-    path = import_root() / "docs/labs" / f"{lab.name}.md"
+    path = import_root() / "docs/labs" / f"{lab}.md"
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
@@ -142,6 +141,8 @@ def source_of(lab: Lab, name: str) -> str:
 
 
 def tasks_of(lab: Lab) -> str:
+    from .tasks import TASKS
+
     return ", ".join(f"`{name}`" for name, task in TASKS.items() if task.lab == lab.name)
 
 

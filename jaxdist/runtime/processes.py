@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-import jax
-
 from jaxdist.commands import command_text
 from jaxdist.compat import coordination_client, coordination_count, coordination_index
 from jaxdist.errors import ConfigError, printable, reason_of
@@ -78,6 +76,8 @@ def join(address: str | None, num_processes: int | None, process_id: int | None,
     slow = threading.Timer(JOIN_SECONDS / 4, _say_waiting, (address, num_processes, process_id))
     slow.daemon = True
     slow.start()
+    import jax  # not above: a program that refuses a flag before it joins need not wait for it
+
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM; jaxdist.runtime.signals does

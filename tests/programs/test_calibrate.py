@@ -9,7 +9,7 @@ import pytest
 
 import experiments.calibrate
 from experiments.calibrate import CalibrateFlags, as_toml, fitted, main
-from experiments.cli import run_program
+from experiments.entry import run_program
 from jaxdist.plan.proof.trace import equations
 from jaxdist.plan.time_model import EFFICIENCIES, Efficiency, efficiency_of, read_efficiency
 

@@ -20,8 +20,9 @@ import pytest
 from support.programs import run
 
 import experiments.train
-from experiments import cli
-from experiments.cli import CommonFlags, run_program
+from experiments import entry
+from experiments.cli import CommonFlags
+from experiments.entry import run_program
 from experiments.train import TrainFlags
 from jaxdist import files, parity
 from jaxdist.config import OptimizerConfig, RunConfig
@@ -239,8 +240,8 @@ def test_who_has_read_enough_ends_a_program_or_asks_it_to_stop():
             raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        cli.SafeConsole(file=Gone()).print("a")
-    asked, console = [], cli.SafeConsole(file=Gone())
+        entry.SafeConsole(file=Gone()).print("a")
+    asked, console = [], entry.SafeConsole(file=Gone())
     console.when_broken = lambda: asked.append("once")
     console.print("a")
     console.print("b")
@@ -291,8 +292,8 @@ def test_a_sample_of_odd_inputs():
 )
 def test_what_escapes_a_program_is_one_line(monkeypatch, capsys, tmp_path, error, code, said):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cli, "_abandon_output", lambda: None)
-    monkeypatch.setattr(cli.processes, "leave", sys.exit)
+    monkeypatch.setattr(entry, "_abandon_output", lambda: None)
+    monkeypatch.setattr(entry.processes, "leave", sys.exit)
 
     def fail(flags, console):
         raise error
@@ -320,22 +321,22 @@ def test_an_output_that_fails_leaves_the_one_before_it(monkeypatch, capsys, tmp_
     """Written through a link, to the file it leads to; refused on a full disk without a byte of either lost."""
     (tmp_path / "old.json").write_text("the old one")
     (tmp_path / "link").symlink_to(tmp_path / "old.json")
-    cli.require_writable("--json", str(tmp_path / "link"))
-    cli.require_writable("--json", str(tmp_path / "new"))
+    entry.require_writable("--json", str(tmp_path / "link"))
+    entry.require_writable("--json", str(tmp_path / "new"))
     with monkeypatch.context() as patched, pytest.raises(ConfigError):
         patched.setattr(files.os, "fsync", mock.Mock(side_effect=OSError(28, "No space left on device")))
-        cli.write_output("--json", str(tmp_path / "link"), "the new one")
+        entry.write_output("--json", str(tmp_path / "link"), "the new one")
     assert {path.name for path in tmp_path.iterdir()} == {"old.json", "link"}
     assert (tmp_path / "old.json").read_text() == "the old one"
-    cli.write_output("--json", str(tmp_path / "link"), "the new one")
+    entry.write_output("--json", str(tmp_path / "link"), "the new one")
     assert (tmp_path / "old.json").read_text() == "the new one" and (tmp_path / "link").is_symlink()
-    cli.write_output("--json", "/dev/null", "no file is made there")
+    entry.write_output("--json", "/dev/null", "no file is made there")
 
 
 def test_every_output_is_written_aside():
     """Beside `write_whole`: a device, a nonce that is removed again, and text that two programs train on."""
-    allowed = {"cli.py": 1, "run_folder.py": 1, "faults.py": 1, "chaos.py": 4}
-    root = Path(cli.__file__).parent
+    allowed = {"entry.py": 1, "run_folder.py": 1, "faults.py": 1, "chaos.py": 4}
+    root = Path(entry.__file__).parent
     paths = [*root.rglob("*.py"), *Path(files.__file__).parent.rglob("*.py")]
     found = {path.name: len(re.findall(r"write_(?:text|bytes)\(", path.read_text())) for path in paths}
     assert {name: count for name, count in found.items() if count} == allowed
@@ -437,5 +438,5 @@ def test_unwise_combinations_are_said():
     ],
 )
 def test_a_message_of_the_library_is_said_in_flags(said, in_flags):
-    assert cli.in_flags(said, TrainFlags) == in_flags
-    assert cli.in_flags(said, int) == said
+    assert entry.in_flags(said, TrainFlags) == in_flags
+    assert entry.in_flags(said, int) == said

@@ -10,8 +10,9 @@ import tyro
 from support.programs import run
 
 from experiments import config_file, settings
-from experiments.cli import CommonFlags, run_program
+from experiments.cli import CommonFlags
 from experiments.config_file import PROGRAMS, SHARED, read_flags, settings_text
+from experiments.entry import run_program
 from experiments.plan import PlanFlags
 from experiments.strategies import STRATEGIES
 from experiments.train import TrainFlags

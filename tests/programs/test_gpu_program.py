@@ -20,7 +20,7 @@ from experiments.bench.__main__ import BENCHES
 from experiments.bench.flags import BenchFlags
 from experiments.bench.gpu import GpuFlags, Report, Section
 from experiments.bench.rows import Row, describe_machine
-from experiments.cli import run_program
+from experiments.entry import run_program
 from jaxdist.errors import ConfigError
 from jaxdist.runtime.devices import TUNED, Devices, keep_tuning
 

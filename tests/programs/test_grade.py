@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from experiments.cli import run_program
+from experiments.entry import run_program
 from experiments.labs import COURSE, solutions
 from experiments.labs.grade import Fault, GradeFlags, grade, main
 from experiments.labs.tasks import TASKS

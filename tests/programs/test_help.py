@@ -16,7 +16,7 @@ from experiments.bench.flags import ABOUT, BenchFlags
 from experiments.bench.levels import LevelsFlags
 from experiments.bench.overlap import OverlapFlags
 from experiments.budget import Init, Settle
-from experiments.cli import run_program
+from experiments.entry import run_program
 from experiments.plan import PlanFlags
 from experiments.report import ReportFlags
 from experiments.train import TrainFlags

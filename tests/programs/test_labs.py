@@ -3,15 +3,16 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from experiments.cli import run_program
+from experiments.entry import run_program
 from experiments.labs import COURSE, find_lab, pages
 from experiments.labs.__main__ import LabsFlags, main
-from experiments.labs.lab import Lab
 from experiments.labs.notebooks import write_notebooks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,8 +25,8 @@ SHORT |= {"topology", "lying-gradients", "inference", "own-layout"}
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:e[+-]?\d+)?")
 
 
-def page_of(lab: Lab) -> str:
-    return (PAGES / f"{lab.name}.md").read_text(encoding="utf-8")
+def page_of(name: str) -> str:
+    return (PAGES / f"{name}.md").read_text(encoding="utf-8")
 
 
 def blocks_on(page: str) -> dict[tuple[str, str], str]:
@@ -45,7 +46,7 @@ def test_a_lab_passes_its_checks_is_caught_when_broken_and_is_what_its_page_says
     for each, result in broken.items():
         assert result.red == lab.to_fail(each, result) != set(), each
         assert {check.name for check in result.checks} <= names, each
-    page, blocks = page_of(lab), pages.blocks_of(lab, whole, broken) | pages.code_on(lab, page_of(lab))
+    page, blocks = page_of(lab.name), pages.blocks_of(lab, whole, broken) | pages.code_on(lab, page_of(lab.name))
     clocked = {("table", table.name) for table in whole.tables if table.clocked}
     shown = blocks_on(page)
     for key, text in shown.items():
@@ -93,7 +94,7 @@ def test_notebooks_have_the_pages_commands_as_cells_and_no_table_that_they_print
 
 @pytest.mark.parametrize("name", COURSE)
 def test_every_page_has_the_same_shape(name):
-    lab, page = find_lab(name), page_of(find_lab(name))
+    lab, page = find_lab(name), page_of(name)
     assert lab.name == name and page.startswith(f"# {lab.title}\n")
     assert tuple(re.findall(r"^## (.+)$", page, re.MULTILINE)) == pages.SECTIONS
     assert f"python -m experiments.labs {name}\n" in page
@@ -108,8 +109,8 @@ def test_every_page_has_the_same_shape(name):
 
 @pytest.mark.parametrize("name", COURSE)
 def test_every_page_shows_the_code_that_is_its_idea(name):
-    lab, shown = find_lab(name), blocks_on(page_of(find_lab(name)))
-    code = pages.code_on(lab, page_of(lab))
+    lab, shown = find_lab(name), blocks_on(page_of(name))
+    code = pages.code_on(lab, page_of(lab.name))
     assert code and all(pages.filled(shown[key], code, {}) == shown[key] for key in code)
     assert all("```py" not in text for key, text in shown.items() if key not in code)
 
@@ -152,6 +153,17 @@ def test_answers_are_judged(capsys):
     assert code == 1 and "1,024 is not it" in out and "256" not in out and "Hint" not in out
     code, out, _ = outcome(capsys, "memory", "--answer", "seven=7")
     assert code == 1 and "too small" in out and "Hint: 16 bytes each" in out and "112" not in out
+
+
+def test_an_answer_is_judged_without_jax():
+    """Its import takes longer than everything else."""
+    code = (
+        "import sys; from experiments.labs import __main__ as labs\n"
+        "try:\n    labs.run_program(labs.LabsFlags, labs.main, 'labs', ['memory', '--answer', 'seven=112'])\n"
+        "finally:\n    print('jax' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0 and "seven: right." in run.stdout and run.stdout.endswith("False\n"), run
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from support.programs import run
 
 import experiments.budget
 import experiments.train
-from experiments.cli import EXIT_BUDGET
+from experiments.entry import EXIT_BUDGET
 from jaxdist.errors import ConfigError
 from jaxdist.runtime.budget import UNIT, SpendLog, begin_job, cost, exact, find_ceiling, money, money_range
 

@@ -132,7 +132,7 @@ def nvmlDeviceGetTotalEccErrors(h, a, b): raise NVMLError
 AS_IF_ON_GPUS = """
 import experiments.train as train
 from experiments import listeners
-from experiments.cli import run_program
+from experiments.entry import run_program
 from jaxdist.runtime import gpus
 from jaxdist.runtime.telemetry import DeviceMemory
 

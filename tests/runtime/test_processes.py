@@ -34,7 +34,7 @@ TRAIN_COUNTING_ROWS = """
 import json, sys
 import jax
 import experiments.train as train
-from experiments.cli import run_program
+from experiments.entry import run_program
 from jaxdist.data.batches import Batches
 
 seen, read = set(), Batches._read
@@ -328,7 +328,7 @@ def test_processes_that_disagree_end_at_once_and_nothing_is_saved(folder, kind):
     code = (
         "import os, sys; sys.argv = [word.replace('ITS', os.environ['JAX_PROCESS_ID']) for word in sys.argv]\n"
         "sys.path.append(sys.argv.pop())\n"
-        "import experiments.train as train; from experiments.cli import run_program\n"
+        "import experiments.train as train; from experiments.entry import run_program\n"
         "run_program(train.TrainFlags, train.main, 'train')"
     )
     words = ["-c", code, *SMALL.split(), "--mesh", "dp=2", *flags.split(), "OUT/local.ITS"]

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from experiments import train_setup
-from experiments.cli import SafeConsole
+from experiments.entry import SafeConsole
 from jaxdist.runtime.signals import Interrupts, Signals, use_default_sigint
 
 

@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rich.console import Console
 
-from experiments.cli import EXIT_DEFECT, chosen, run_program
+from experiments.entry import EXIT_DEFECT, chosen, run_program
 from jaxdist.commands import command_text
 from jaxdist.errors import printable, require_positive
 from jaxdist.models.presets import PRESETS

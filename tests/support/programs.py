@@ -5,7 +5,7 @@ import typing
 
 import pytest
 
-from experiments.cli import run_program
+from experiments.entry import run_program
 from jaxdist.commands import VERBS
 
 

@@ -19,7 +19,7 @@ import jax
 from rich.console import Console
 
 import jaxdist
-from experiments.cli import run_program
+from experiments.entry import run_program
 from experiments.tables import Rows
 from jaxdist.checkpoint.checkpoints import Checkpoints
 from jaxdist.checkpoint.resume import Progress, restore, save

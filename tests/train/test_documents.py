@@ -12,7 +12,7 @@ from conftest import DEVICES
 from support.small_models import MODELS
 
 import jaxdist
-from experiments.cli import run_program
+from experiments.entry import run_program
 from experiments.prepare import PrepareFlags, main
 from jaxdist.data.batches import Batches, Corpus, Source, document_starts, held_out_batches, load_corpus
 from jaxdist.data.tokens import targets_of, tokens_in, unmasked
