@@ -66,7 +66,7 @@ def rows_of(name: str, *layout) -> list[Row]:
     adamw, ours = (score_of(*layout, optimizer) for optimizer in ("adamw", "muon"))
     run = config_of(*layout, "muon")
     leaves = jax.tree.leaves(make_layout(run.model, run.parallel, run.part_layers).trained.leaves)
-    found = [sent_and_done(leaf) for leaf in leaves if leaf.param.matrix]
+    found = [sent_and_done(split) for _, split in muon.joined([split_of(leaf) for leaf in leaves if leaf.param.matrix])]
     *sent, flops = (sum(column) for column in zip(*found, strict=True))
     ways = ("chosen", "exchanged", "by sums", "gathered")
     return [
@@ -90,10 +90,13 @@ def score_of(model: str, mesh: str, strategy: dict, optimizer: str) -> tuple[flo
     return float(found.memory.optimizer[0]), float(found.time.total[0])
 
 
-def sent_and_done(leaf: Leaf) -> tuple[int, int, int, int, int]:
-    """Bytes that a leaf's matrices send in each way, and FLOPs in the chosen one."""
-    matrix = matrix_of(leaf)
-    local, ranks = matrix.sizes(leaf.storage_local), [math.prod(map(leaf.mesh.size, axes)) for axes in matrix.axes]
+def split_of(leaf: Leaf) -> muon.Split:
+    return muon.Split.of(matrix_of(leaf), leaf.storage_local, lambda axes: math.prod(map(leaf.mesh.size, axes)))
+
+
+def sent_and_done(together: muon.Split) -> tuple[int, int, int, int, int]:
+    """Bytes that matrices send in each way, and FLOPs in the chosen one."""
+    local, ranks, _ = together
     split = [dim for dim in (muon.ROWS, muon.COLUMNS) if ranks[dim] > 1]
 
     def sent(way: muon.Way) -> int:

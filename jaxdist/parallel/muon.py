@@ -9,15 +9,17 @@ output, or numbers matrices (layers, experts):
 (c) an all-to-all gives each of the ranks that split a dim whole matrices of its own, and another takes them back.
 
 Of those a leaf takes what sends least. Ranks that hold the same matrices orthogonalize a share each, and gather the
-others'. Nothing here depends on the order in which shards stand along a dim: if P and Q permute rows and columns,
-P X Q is orthogonalized to P Y Q.
+others'. Leaves that are split alike are one where ranks would get more matrices leaf by leaf: of a leaf's 32 matrices
+on 64 ranks half the ranks get none, and two such leaves together are one for each. Nothing here depends on the order in
+which shards stand along a dim: if P and Q permute rows and columns, P X Q is orthogonalized to P Y Q.
 
 Dims: B matrices, M rows (input), N columns (output). Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon);
 for distributed runs arXiv 2502.16982, section 2.3, which gathers whole matrices.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,11 +73,38 @@ class Matrix:
         """[matrices, rows, columns] of a shape, global or local."""
         return [math.prod(shape[dim] for dim in dims) for dims in self.dims]
 
+    def numbered(self, x: jax.Array) -> jax.Array:
+        """A shard as [matrices, rows, columns]."""
+        return x.transpose([dim for dims in self.dims for dim in dims]).reshape(self.sizes(x.shape))
+
+    def restored(self, y_BMN: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """The shard of this shape that `numbered` made so."""
+        order = [dim for dims in self.dims for dim in dims]
+        return y_BMN.reshape([shape[dim] for dim in order]).transpose([order.index(dim) for dim in range(len(shape))])
+
     def scale(self, kind: str) -> float:
         """Factor of an orthogonal update. "shape": Jordan's, of a weight that is output x input; "rms": to the usual
         RMS of AdamW's update, so that its learning rate serves (arXiv 2502.16982, section 2.2)."""
         _, num_in, num_out = self.sizes(self.shape)
         return {"shape": max(1.0, num_out / num_in) ** 0.5, "rms": 0.2 * max(num_in, num_out) ** 0.5}[kind]
+
+
+class Split(NamedTuple):
+    """Matrices on a rank. local: [B, M, N]. axes: of the mesh, that split each, and those of copies. ranks: on them."""
+
+    local: tuple[int, ...]
+    ranks: tuple[int, ...]
+    axes: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, matrix: Matrix, shape: Sequence[int], size: Callable[[tuple[str, ...]], int]) -> "Split":
+        """Of a leaf's shard of this shape, on a mesh whose axes have this size."""
+        return cls(tuple(matrix.sizes(shape)), tuple(map(size, matrix.axes)), tuple(matrix.axes))
+
+    @property
+    def sides(self) -> list[tuple]:
+        """What rows and columns are: a leaf with the same in the other order has these matrices transposed."""
+        return [(self.local[dim], self.ranks[dim], self.axes[dim]) for dim in (ROWS, COLUMNS)]
 
 
 class Way(NamedTuple):
@@ -108,16 +137,15 @@ def scale_by_muon(
 
     matrices: a `Matrix` for each leaf of the gradients, in a tree that may have more. momentum: or a schedule of the
     `step` that updates are given. bf16: of operands of products, whose sums stay wide. One moment: the momentum.
-    Sends: as `messages` says, of each leaf. Outside of `shard_map` every leaf is whole.
+    Sends: as `messages` says, of each of `joined`. Outside of `shard_map` every leaf is whole.
     """
     by_path = dict(jax.tree.leaves_with_path(matrices))
 
-    def direction(path, x: jax.Array) -> jax.Array:
-        matrix = by_path[path]
-        return matrix.scale(scale) * orthogonalize(x, matrix, coefficients, bf16)
-
     def orthogonalized(updates, params=None):
-        return jax.tree.map_with_path(direction, updates)
+        found = [by_path[path] for path, _ in jax.tree.leaves_with_path(updates)]
+        made = orthogonalize_all(jax.tree.leaves(updates), found, coefficients, bf16)
+        scaled = [matrix.scale(scale) * y for matrix, y in zip(found, made, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(updates), scaled)
 
     trace = scheduled_trace(momentum, nesterov) if callable(momentum) else optax.trace(momentum, nesterov)
     return optax.chain(trace, optax.stateless(orthogonalized))
@@ -145,20 +173,34 @@ def exact_on_shards(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, EXACT_ON_SHARDS)
 
 
-@jax.named_scope("orthogonalize")
 def orthogonalize(x: jax.Array, matrix: Matrix, coefficients: str = "original", bf16: bool = False) -> jax.Array:
     """Five Newton-Schulz iterations of each matrix of a leaf, of which this is the local shard.
 
     Layout: x in any layout, as `matrix.spec` says -> the same. Zeros that pad a dim stay zeros.
     Sends: as `messages` says.
     """
-    order = [dim for dims in matrix.dims for dim in dims]
-    moved = x.transpose(order)
-    x_BMN = moved.reshape(matrix.sizes(x.shape))
-    way = choose_way(x_BMN.shape, [comm.size(each) for each in matrix.axes])
-    y_BMN = _orthogonalized(x_BMN, matrix.axes, way, COEFFICIENTS[coefficients], bf16)
-    y = y_BMN.reshape(moved.shape).transpose([order.index(dim) for dim in range(x.ndim)])
-    return exact_on_shards(y)
+    return orthogonalize_all([x], [matrix], coefficients, bf16)[0]
+
+
+@jax.named_scope("orthogonalize")
+def orthogonalize_all(
+    leaves: Sequence[jax.Array], matrices: Sequence[Matrix], coefficients: str = "original", bf16: bool = False
+) -> list[jax.Array]:
+    """`orthogonalize` of every leaf; those of `joined` as one."""
+    made: dict[int, jax.Array] = {}
+    sizes = [Split.of(matrix, x.shape, comm.size) for matrix, x in zip(matrices, leaves, strict=True)]
+    for members, split in joined(sizes):
+        turned = [sizes[i].sides != split.sides for i in members]
+        parts = [matrices[i].numbered(leaves[i]) for i in members]
+        parts = [x.mT if turn else x for x, turn in zip(parts, turned, strict=True)]
+        way = choose_way(split.local, split.ranks)
+        # Without the barrier jaxlib 0.10.2 on CPU makes leaves operands of an all-to-all, each laid out its own way.
+        x_BMN = lax.optimization_barrier(jnp.concatenate(parts)) if len(parts) > 1 else parts[0]
+        y_BMN = _orthogonalized(x_BMN, split.axes, way, COEFFICIENTS[coefficients], bf16)
+        ends = [*itertools.accumulate(map(len, parts))]
+        for i, turn, y in zip(members, turned, jnp.split(y_BMN, ends[:-1]), strict=True):
+            made[i] = exact_on_shards(matrices[i].restored(y.mT if turn else y, leaves[i].shape))
+    return [made[i] for i in range(len(leaves))]
 
 
 def _orthogonalized(x_BMN: jax.Array, axes: Sequence[tuple[str, ...]], way: Way, coefficients, bf16) -> jax.Array:
@@ -208,6 +250,26 @@ def newton_schulz(
 
     x, _ = lax.scan(iterate, x.astype(narrow), jnp.asarray(coefficients, wide), unroll=True)
     return (x.mT if tall else x).astype(x_BMN.dtype)
+
+
+def joined(leaves: Sequence[Split]) -> list[tuple[list[int], Split]]:
+    """What is orthogonalized as one: leaves, by their place, and all their matrices together.
+
+    Leaves that are split alike, or are so transposed, are joined where a rank has less to do than leaf by leaf, and
+    only those whose matrices do not fill the ranks: what is joined is in memory at once.
+    """
+    alike: dict[tuple, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        full = leaf.local[0] % math.prod(leaf.ranks[ROWS:]) == 0
+        key = (*sorted(leaf.sides), leaf.axes[0], leaf.axes[COPIES], i if full else None)
+        alike.setdefault(key, []).append(i)
+    found = []
+    for members in alike.values():
+        apart = [leaves[i] for i in members]
+        whole = apart[0]._replace(local=(sum(each.local[0] for each in apart), *apart[0].local[1:]))
+        fewer = flops(*whole[:2]) < sum(flops(*each[:2]) for each in apart)
+        found += [(members, whole)] if fewer else [([i], leaves[i]) for i in members]
+    return found
 
 
 def choose_way(local: Sequence[int], ranks: Sequence[int]) -> Way:

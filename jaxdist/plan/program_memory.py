@@ -186,19 +186,22 @@ def _matrix_work(
     from jaxdist.train.optimizer import matrix_of
 
     layout, total = _sharded_layout(model, tp, shards, pp, ep, cp, bool(over_tp)), [0.0, 0.0, 0.0, 0.0, 0.0]
+    splits = []
     for leaf in _flat(layout.trained.leaves):
         leaf = leaf if sharded else replace(leaf, zero_dim=None)
         if (matrix := matrix_of(leaf)) is None:
             continue
-        num, *sides = matrix.sizes(leaf.storage_local)
-        local = [num * num_rows // leaf.storage_local[0] if "layers" in leaf.param.dims else num, *sides]
-        ranks = [math.prod(map(layout.mesh.size, axes)) for axes in matrix.axes]
-        ranks[muon.COPIES] *= replica
+        split = muon.Split.of(matrix, leaf.storage_local, lambda axes: math.prod(map(layout.mesh.size, axes)))
+        num, *sides = split.local
+        num = num * num_rows // leaf.storage_local[0] if "layers" in leaf.param.dims else num
+        *ranks, copies = split.ranks
+        splits.append(split._replace(local=(num, *sides), ranks=(*ranks, copies * replica)))
+    for _, (local, ranks, axes) in muon.joined(splits):
         total[0] += muon.flops(local, ranks)
         total[1] += muon.passes(local, ranks, wide, narrow)
         for each in muon.messages(local, ranks):
             times = 2 if each.kind == "all_reduce" else 1
-            which = 4 if each.dim == muon.COPIES else 3 if matrix.axes[each.dim] == ("tp",) else 2
+            which = 4 if each.dim == muon.COPIES else 3 if axes[each.dim] == ("tp",) else 2
             total[which] += times * each.count * each.elements
     return tuple(total)
 

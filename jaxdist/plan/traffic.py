@@ -297,19 +297,20 @@ class _Step:
         """What the optimizer sends of its own: Muon, for whole matrices."""
         if self.config.optimizer.name != "muon":
             return []
-        found = []
-        for leaf in jax.tree.leaves(self.layout.trained.leaves):
-            if (matrix := matrix_of(leaf)) is None:
-                continue
-            axes = matrix.axes
-            ranks = [math.prod(map(self.mesh.size, each)) for each in axes]
-            found += [
-                Message.of(
-                    "matrices for the update", each.kind, axes[each.dim], each.count, each.elements * self.master
-                )
-                for each in muon.messages(matrix.sizes(leaf.storage_local), ranks)
-            ]
-        return found
+        leaves = [(matrix_of(leaf), leaf) for leaf in jax.tree.leaves(self.layout.trained.leaves)]
+        return [
+            Message.of(
+                "matrices for the update", each.kind, split.axes[each.dim], each.count, each.elements * self.master
+            )
+            for _, split in muon.joined(
+                [
+                    muon.Split.of(matrix, leaf.storage_local, lambda axes: math.prod(map(self.mesh.size, axes)))
+                    for matrix, leaf in leaves
+                    if matrix is not None
+                ]
+            )
+            for each in muon.messages(split.local, split.ranks)
+        ]
 
     def gathers(
         self, purpose: str, leaves: Sequence[Leaf], times: int, only: LeafFilter | None = None

@@ -58,6 +58,49 @@ def test_messages_are_of_padded_shares():
     assert muon.messages((5, 6, 8), (1, 1, 1, 3), muon.Way((), None)) == [("all_gather", muon.COPIES, 1, 3 * 2 * 6 * 8)]
 
 
+def test_leaves_are_joined_where_that_leaves_a_rank_fewer_matrices():
+    """On 4 ranks, two leaves of 2 matrices are one for each rank, where leaf by leaf they are two. Two leaves of 3 are
+    two either way, four are three. Transposed is alike; other sides or axes are not, and what fills the ranks stays
+    alone."""
+    rows = muon.Split((2, 3, 8), (1, 4, 1, 1), ((), ("dp",), (), ()))
+    columns = muon.Split((2, 8, 3), (1, 1, 4, 1), ((), (), ("dp",), ()))
+    others = [
+        rows._replace(local=(4, 3, 8)),
+        rows._replace(local=(2, 3, 9)),
+        rows._replace(axes=((), ("tp",), (), ())),
+        rows._replace(axes=((), ("dp",), (), ("cp",)), ranks=(1, 4, 1, 2)),
+    ]
+    assert muon.joined([rows, *others, columns]) == [
+        ([0, 5], rows._replace(local=(4, 3, 8))),
+        *(([i], each) for i, each in enumerate(others, 1)),
+    ]
+    three = rows._replace(local=(3, 3, 8))
+    assert muon.joined([three] * 2) == [([0], three), ([1], three)]
+    assert muon.joined([three] * 4) == [([0, 1, 2, 3], three._replace(local=(12, 3, 8)))]
+
+
+def test_joined_leaves_are_orthogonalized_as_each_alone():
+    """Squares split by rows and columns, of which a rank has a half that is a square too, beside a wide leaf that is
+    joined with a tall one."""
+    shapes = {"q": (1, 6, 6), "o": (1, 6, 6), "up": (1, 6, 10), "down": (1, 10, 6), "alone": (2, 6, 6)}
+    specs = {name: PartitionSpec(*((None, None, "tp") if name in ("o", "down") else (None, "tp"))) for name in shapes}
+    matrices = {name: muon.Matrix(shape, IN_OUT, specs[name]) for name, shape in shapes.items()}
+
+    def ours(xs):
+        return dict(zip(xs, muon.orthogonalize_all([*xs.values()], [matrices[name] for name in xs]), strict=True))
+
+    with jax.enable_x64(True):
+        xs = {name: np.random.default_rng(0).normal(size=shape) for name, shape in shapes.items()}
+        on_mesh = jax.jit(jax.shard_map(ours, mesh=make_mesh(MESH, DEVICES), in_specs=(specs,), out_specs=specs))
+        found, program = on_mesh(xs), jax.make_jaxpr(on_mesh)(xs)
+        wanted = {name: np.stack([orthogonal("original", each.T).T for each in x]) for name, x in xs.items()}
+    for name, expected in wanted.items():
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-12, err_msg=name)
+    assert matmul_flops(program) == 5 * 2 * (6 * 6**3) + 5 * (
+        4 * 6**2 * 10 + 2 * 6**3
+    )  # leaf by leaf a rank has 3 and 2
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_momentum_is_that_of_its_step(nesterov):
     """By hand: 0.5, then 0.8; b <- m b + (1 - m) g, and with Nesterov's g as well. What follows is the same."""
