@@ -19,7 +19,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf
 from jaxdist.parallel.muon import EXACT_ON_SHARDS
 from jaxdist.parallel.pipeline.split_backward import all_equations
-from jaxdist.train.optimizer import by_owner
+from jaxdist.train.optimizer import by_owner, updater
 
 # fmt: off
 ELEMENTWISE = frozenset((
@@ -63,10 +63,6 @@ def require_held(optimizer: optax.GradientTransformation, layout: Layout, dtype:
     state = jax.eval_shape(optimizer.init, params)
     owners = jax.tree.leaves(by_owner(lambda _, i: i, state, number, of_others=nobody))
 
-    def update(grads, state, params, step, norm):
-        whole = optax.with_extra_args_support(optimizer)
-        return whole.update(grads, state, params, step=step, global_norm=lambda _: norm)
-
     per_leaf = [Use(frozenset([i]), "elements") for i in range(len(leaves))]
     kept = [
         _of_no_leaf(x.shape)
@@ -74,8 +70,9 @@ def require_held(optimizer: optax.GradientTransformation, layout: Layout, dtype:
         else Use(frozenset([owner]), "elements" if x.shape == leaves[owner].storage_shape else "mixed")
         for x, owner in zip(jax.tree.leaves(state), owners, strict=True)
     ]
-    programs = [jax.make_jaxpr(optimizer.init)(params), jax.make_jaxpr(update)(params, state, params, scalar, scalar)]
-    made = _uses(programs[0], per_leaf) + _uses(programs[1], [*per_leaf, *kept, *per_leaf, EQUAL, EQUAL])
+    update, scalars = jax.make_jaxpr(updater(optimizer)), [scalar] * 3
+    programs = [jax.make_jaxpr(optimizer.init)(params), update(params, state, params, *scalars)]
+    made = _uses(programs[0], per_leaf) + _uses(programs[1], [*per_leaf, *kept, *per_leaf, EQUAL, EQUAL, EQUAL])
     for use, owner in zip(made, [*owners, *range(nobody), *owners], strict=True):
         together = use.leaves | ({owner} - {nobody})
         if use.how != "mixed" and together == {owner}:
@@ -86,7 +83,7 @@ def require_held(optimizer: optax.GradientTransformation, layout: Layout, dtype:
         return  # it says itself what is the same on shards
     parts = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.storage_local, dtype), layout.leaves)
     state = jax.eval_shape(optimizer.init, parts)
-    on_parts = [jax.make_jaxpr(optimizer.init)(parts), jax.make_jaxpr(update)(parts, state, parts, scalar, scalar)]
+    on_parts = [jax.make_jaxpr(optimizer.init)(parts), update(parts, state, parts, *scalars)]
     if list(map(_numbers, programs)) != list(map(_numbers, on_parts)):
         raise ConfigError(
             "the optimizer with parameters that are split",

@@ -8,6 +8,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxdist.config import OptimizerConfig, RunConfig
+from jaxdist.errors import ConfigError
 from jaxdist.layout import Layout, Leaf
 from jaxdist.mesh import TOKEN_AXES
 from jaxdist.parallel.muon import Matrix, scale_by_muon
@@ -70,6 +71,35 @@ def make_optimizer(config: RunConfig, layout: Layout) -> optax.GradientTransform
 def adafactor_decay(step: jax.Array, power: float) -> jax.Array:
     """1 - t^-power, t counting from 1, in the precision of the run; optax's own rounds it to 32 bits."""
     return 1 - (step + 1.0) ** -power
+
+
+def updater(optimizer: optax.GradientTransformation) -> Callable:
+    """(gradients, state, params, step, norm, loss) -> (updates, state) with what a step passes, to be traced."""
+
+    def update(grads: dict, state, params: dict, step, norm, loss):
+        whole = optax.with_extra_args_support(optimizer)
+        return whole.update(grads, state, params, step=step, value=loss, global_norm=lambda _: norm)
+
+    return update
+
+
+def require_arguments(optimizer: optax.GradientTransformation, params: dict) -> None:
+    """Refuse an optimizer that asks for more than a step passes, as a search along a line does. params: their shapes.
+
+    Raises: ConfigError.
+    """
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        jax.eval_shape(updater(optimizer), params, jax.eval_shape(optimizer.init, params), params, *[scalar] * 3)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        rule, _, lacks = str(error).partition(" missing ")
+        raise ConfigError(
+            f"an optimizer in which {rule.partition('.')[0]} misses {lacks}",
+            "must need no more extra arguments than step, value (the batch's loss) and global_norm",
+            "Use one that makes its update of one gradient",
+        ) from error
 
 
 def by_owner(function: Callable, state: optax.OptState, params: dict, of_others):

@@ -37,7 +37,7 @@ from jaxdist.train.gradients.base import ShardedModel
 from jaxdist.train.gradients.bind import bind_model
 from jaxdist.train.leaf_needs import require_held
 from jaxdist.train.loss_scale import LossScale
-from jaxdist.train.optimizer import learning_rate, make_optimizer, optimizer_specs
+from jaxdist.train.optimizer import learning_rate, make_optimizer, optimizer_specs, require_arguments
 from jaxdist.train.state import State, initial_state, stored_parameters, unusable_donations
 from jaxdist.train.step import evaluate, train_step
 from jaxdist.train.xla_options import Value, accepted, options_in
@@ -211,7 +211,8 @@ def build_program(
     optimizer: in place of `config.optimizer`, clipping, weight decay and schedule included, none of which is then used;
     metrics have no "lr". It is called on shards: see `jaxdist.train.leaf_needs` and `clip_by_global_norm`; what needs
     more than these is given as `with_whole_parameters(optimizer)`, or as a function of the layout. An update also gets
-    `step` (a float) and `global_norm` (tree -> its norm over all shards), if it takes extra arguments.
+    `step` (a float), `value` (the batch's loss) and `global_norm` (tree -> its norm over all shards), if it takes extra
+    arguments.
     poison: (layout, step, local gradients) -> gradients, to rehearse a fault (`jaxdist.runtime.fault_injection`).
     recorder: of what the step's probes see (`jaxdist.divergence`). draws_choices: as in `Context`.
     """
@@ -246,6 +247,8 @@ def build_program(
     if callable(optimizer):
         optimizer = optimizer(layout.trained)
     else:
+        if optimizer is not None:
+            require_arguments(optimizer, abstract_storage(layout.trained, config.precision))
         optimizer = optimizer or make_optimizer(config, layout.trained)
         require_held(optimizer, layout.trained, config.precision.master_dtype)
     specs = State(

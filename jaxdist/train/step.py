@@ -62,7 +62,7 @@ def train_step(
     if state.master is None and layout.shards_update:
         owned = owned_shards(owned, layout)
     updated, moments = update(
-        optimizer, layout, finite, grads, state.moments, owned, step=at, norm=norm, num_tokens=num_tokens
+        optimizer, layout, finite, grads, state.moments, owned, step=at, norm=norm, loss=loss, num_tokens=num_tokens
     )
     params = jax.tree.map(lambda p: p.astype(config.precision.dtype), updated)
     params = gather_parameters(params, layout) if layout.shards_update else params

@@ -52,27 +52,28 @@ def update(
     *,
     step: jax.Array,
     norm: jax.Array,
+    loss: jax.Array,
     num_tokens: int = 1,
 ) -> tuple[dict, optax.OptState]:
     """(parameters, moments) after one update, both unchanged to the bit where `finite` is false, but for counts.
 
     Layout: all in the storage layout; sends nothing but where the optimizer asks for a norm other than the gradient's.
-    step, norm: the run's step as a float, and the gradient's global norm.
+    step, norm, loss: the run's step as a float, the gradient's global norm, the batch's loss.
     """
 
-    def transform(grads: dict, moments, params: dict, step: jax.Array, norm: jax.Array):
+    def transform(grads: dict, moments, params: dict, step: jax.Array, norm: jax.Array, loss: jax.Array):
         def global_norm(tree) -> jax.Array:
             some, every = jax.tree.leaves(tree), jax.tree.leaves(grads)
             same = len(some) == len(every) and all(map(operator.is_, some, every))
             return norm if same else gradient_norms(tree, layout)[0]
 
         whole = optax.with_extra_args_support(optimizer)
-        return whole.update(grads, moments, params, step=step, global_norm=global_norm)
+        return whole.update(grads, moments, params, step=step, value=loss, global_norm=global_norm)
 
     learned = jax.tree.map(
         lambda leaf, g: g if leaf.param.update == "gradient" else jnp.zeros_like(g), layout.leaves, grads
     )
-    updates, changed = keep_state_unless(finite, transform, learned, moments, params, step, norm)
+    updates, changed = keep_state_unless(finite, transform, learned, moments, params, step, norm, loss)
 
     def updated(leaf: Leaf, p: jax.Array, u: jax.Array, counts: jax.Array) -> jax.Array:
         if leaf.param.update == "count":

@@ -18,7 +18,7 @@ from jaxdist.layout import Layout, Leaf, axes_of
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.relayout import from_storage, gather_whole, to_storage
 from jaxdist.specs import draw_spec
-from jaxdist.train.optimizer import by_owner
+from jaxdist.train.optimizer import by_owner, require_arguments
 
 
 def with_whole_parameters(
@@ -35,6 +35,10 @@ def with_whole_parameters(
     inner = optax.with_extra_args_support(optimizer)
 
     def on(layout: Layout) -> optax.GradientTransformationExtraArgs:
+        require_arguments(
+            inner, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), layout.leaves)
+        )
+
         def owners(params: dict) -> Any:
             """For each array of the state the leaf that it is stored like; False for the others."""
             shapes = jax.tree.map(lambda leaf, p: jax.ShapeDtypeStruct(leaf.shape, p.dtype), layout.leaves, params)

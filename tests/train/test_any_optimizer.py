@@ -92,6 +92,7 @@ ELEMENTWISE = {
     ),
     "injected": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=RATE),
     "schedule-free": lambda: optax.contrib.schedule_free_adamw(1e-2, warmup_steps=2),  # which has a NaN written in it
+    "plateau": lambda: optax.chain(optax.sgd(1e-1), optax.contrib.reduce_on_plateau(patience=1)),  # reads the loss
     "own": by_the_norm,
 }
 WHOLE = {
@@ -233,6 +234,13 @@ def test_an_optimizer_that_is_given_twice_is_refused():
     with pytest.raises(ConfigError) as refused:
         build_program(config, make_mesh(config.parallel.mesh, jax.devices()[:1]), optimizer=optax.sgd(1e-2))
     assert "clip_norm=0.5" in refused.value.asked
+
+
+@pytest.mark.parametrize("given", [lambda rule: rule, with_whole_parameters], ids=["as it is", "whole"])
+def test_an_optimizer_that_asks_for_more_than_a_step_passes_is_refused(given):
+    with pytest.raises(ConfigError) as refused:
+        program_of_fp32("dp=1", given(optax.lbfgs(1e-2)))
+    assert "'grad' and 'value_fn'" in refused.value.asked and "value (the batch's loss)" in refused.value.required
 
 
 def test_a_mixture_counts_without_the_optimizer_seeing_its_counts():
