@@ -59,12 +59,12 @@ def read_regular(path: Path | str, most: int) -> bytes:
 
 
 def read_text_file(what: str, path: str | Path, most: int = 2**24) -> str:
-    """The UTF-8 text of a regular file of at most `most` bytes.
+    """The UTF-8 text of a regular file of at most `most` bytes, without a byte order mark.
 
     Raises: ConfigError where it is something else, too large, or not text.
     """
     try:
-        return read_regular(path, most).decode()
+        return read_regular(path, most).decode().removeprefix(BYTE_ORDER_MARK)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a name with a zero in it
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{what} {str(path)!r}", f"it cannot be read ({reason})", "Name a text file") from error

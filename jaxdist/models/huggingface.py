@@ -52,10 +52,10 @@ MIXTRAL_THETA = 1_000_000.0
 def read_model(path: Path | str) -> Model:
     """The model that a config.json, or the folder it is in, describes. Raises: ConfigError."""
     path = Path(path)
+    path = path / CONFIG if path.is_dir() else path
     if not path.exists():
         remedy = "Name a folder of transformers, or its config.json"
         raise ConfigError(f"the model in {str(path)!r}", "there is no file or folder of that name", remedy)
-    path = path / CONFIG if path.is_dir() else path
     text = read_text_file("the model in", path)
     try:
         config = json.loads(text)
@@ -535,6 +535,6 @@ def _tensor(name: str, path: str, index: tuple[int, ...], shape: tuple[int, ...]
 
 
 def in_full(name: str, model: Model) -> str:
-    """A tensor's name with the prefix that files of GPT-2's bare body leave out."""
-    bare = isinstance(model, GPT2Config) and not name.startswith(("transformer.", HEAD))
-    return f"transformer.{name}" if bare else name
+    """A tensor's name with the prefix that files of a bare body leave out."""
+    prefix = "transformer." if isinstance(model, GPT2Config) else "model."
+    return name if name.startswith((prefix, HEAD)) else prefix + name

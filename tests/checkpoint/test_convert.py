@@ -171,6 +171,7 @@ def test_what_is_there_is_not_overwritten(theirs, tmp_path, capsys):
         (("ours", tmp_path / "ours", "--out", theirs), "Choose another folder"),
         (("ours", tmp_path / "none", "--out", tmp_path / "x"), "there is no such checkpoint"),
         (("hf", tmp_path / "none", "--out", tmp_path / "x"), "no file or folder of that name"),
+        (("hf", tmp_path, "--out", tmp_path / "x"), "config.json': there is no file or folder of that name"),
     ):
         code, text = run(capsys, "convert", *words)
         assert code == 2 and said in " ".join(text.split())

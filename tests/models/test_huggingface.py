@@ -231,16 +231,18 @@ def test_gpt_2_with_fewer_positions_takes_the_first(saved, huggingface, tmp_path
         read(folder, dataclasses.replace(model, seq_len=17))
 
 
-def test_files_of_gpt_2_s_bare_body(huggingface, tmp_path):
-    """As the files of openai-community/gpt2: without `transformer.`, with the causal masks."""
+@pytest.mark.parametrize("family, prefix", [("gpt2", "transformer."), ("qwen3", "model.")])
+def test_files_of_a_bare_body(huggingface, tmp_path, family, prefix):
+    """As those of openai-community/gpt2, with its causal masks, and of Qwen/Qwen3-Embedding-0.6B."""
     from safetensors.torch import load_file, save_file
     from torch import ones
 
-    huggingface.CausalLM(FAMILIES["gpt2"], dtype="float32").save(tmp_path)
+    huggingface.CausalLM(FAMILIES[family], dtype="float32").save(tmp_path)
     path, model = tmp_path / "model.safetensors", read_model(tmp_path)
     expected = read(tmp_path, model)
-    tensors = {name.removeprefix("transformer."): x for name, x in load_file(path).items()}
-    save_file(tensors | {f"h.{i}.attn.bias": ones(1, 1, 16, 16).tril() for i in range(4)}, path, {"format": "pt"})
+    tensors = {name.removeprefix(prefix): x for name, x in load_file(path).items()}
+    masks = {f"h.{i}.attn.bias": ones(1, 1, 16, 16).tril() for i in range(4) if family == "gpt2"}
+    save_file(tensors | masks, path, {"format": "pt"})
     found = read(tmp_path, model)
     assert all(np.array_equal(found[name], x) for name, x in expected.items())
     write_weights(tmp_path / "out", model, found, source_of(open_weights(tmp_path, model)[0]))

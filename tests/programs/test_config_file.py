@@ -181,6 +181,7 @@ def test_an_empty_file_changes_nothing(write):
         ("[train]\ncompiler_options = 'a=1'", "and it must be a list, each text"),
         ("[train]\ncompiler_options = [1]", "and it must be a list, each text"),
         ("[parallel]\nzero = 4", "--zero 4"),
+        ("\ufeff[parallel]\nzero = 4", "--zero 4"),  # a byte order mark is no part of it
         ("[parallel]\nmesh = 'dp=0'", "at least 1"),
         ("[model]\nname = 'tinny'", "there is no preset of that name"),
         ("[model", "it cannot be read as TOML"),
