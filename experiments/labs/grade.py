@@ -224,7 +224,8 @@ def compare(task: OnRanks, found: Sequence, whole: Sequence, n: int) -> None:
     for (name, how), ours, right in zip(task.results.items(), found, whole, strict=True):
         right = stacked(right, how, n)
         if jax.tree.structure(ours) != jax.tree.structure(right):
-            raise Refused("results", f"{name} has other parts than expected: {jax.tree.structure(ours)}", result=name)
+            text = f"{name} must be {parts_of(right)}, and is {parts_of(ours)}"
+            raise Refused("results", text, result=name)
         pairs = zip(jax.tree_util.tree_leaves_with_path(right), jax.tree.leaves(ours), strict=True)
         for (key, wanted), got in pairs:
             leaf, got = name + jax.tree_util.keystr(key), np.asarray(got)
@@ -240,6 +241,11 @@ def compare(task: OnRanks, found: Sequence, whole: Sequence, n: int) -> None:
                 text = f"{leaf} of rank {rank} on {n} ranks{fewer} is "
                 text += seen or f"off by {errors[rank]:.1g} of its largest element"
                 raise Refused("value", text, ranks=n, rank=rank, result=name, likeness=seen)
+
+
+def parts_of(tree) -> str:
+    """How arrays are put together, as in "[array, array]"."""
+    return str(jax.tree.structure(tree)).removeprefix("PyTreeDef(").removesuffix(")").replace("*", "array")
 
 
 def likeness(got: np.ndarray, wanted: np.ndarray, rank: int) -> str:
