@@ -1,5 +1,6 @@
 """How far work is, said on stderr once it takes longer than a moment: one line on a terminal, lines elsewhere."""
 
+import os
 import sys
 import threading
 import time
@@ -51,11 +52,19 @@ class Progress:
         while not self._ended.wait(wait):
             text = self.line()
             if self.stream.isatty():
+                text = text[: self._columns() - 1]  # a line that wraps cannot be taken back
                 self._write("\r" + text.ljust(self._width))
                 self._width = max(self._width, len(text))
             else:
                 self._write(text + "\n")
             wait = self.every
+
+    def _columns(self) -> int:
+        """Of the terminal; many where that is not known."""
+        try:
+            return os.get_terminal_size(self.stream.fileno()).columns or sys.maxsize
+        except (OSError, ValueError):
+            return sys.maxsize
 
     def _write(self, text: str) -> None:
         self.stream.write(text)

@@ -1,11 +1,16 @@
 """Tables in terminals of any width, and progress of slow work."""
 
+import fcntl
 import io
+import os
+import struct
+import termios
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from experiments.progress import Progress
 from experiments.tables import Rows, print_columns
 
 MESHES = ["pp=2,replica=16,dp=128,tp=8", "dp=8", "pp=64,replica=4,dp=8,tp=8"]
@@ -48,3 +53,16 @@ def test_a_table_of_rows_loses_no_cell_in_a_narrow_terminal():
         assert cell in stream.getvalue()
     assert "…" not in stream.getvalue()
     Rows("nothing").print(Console(file=stream))
+
+
+def test_progress_is_taken_back_whole_in_a_narrow_terminal():
+    """A line that wraps would leave its rows before what is printed next, an error say."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 20, 0, 0))
+    with open(theirs, "w") as terminal, Progress("searching layouts of 64 devices", terminal, after=0.01):
+        shown = b""
+        while b"layout" not in shown:
+            shown += os.read(ours, 100)
+    with open(ours, "rb", buffering=0) as rest:
+        shown += rest.read(1000)
+    assert max(map(len, shown.split(b"\r"))) == 19 and shown.endswith(b"\r" + b" " * 19 + b"\r"), shown
