@@ -1,6 +1,7 @@
 """What follows from a model's declaration: what may split it, how large it is, what decays."""
 
 import math
+from collections import Counter
 from functools import cache
 
 import jax
@@ -25,11 +26,18 @@ BOUNDS = {
 def check_split(model: Model, parallel: ParallelConfig) -> None:
     """Refuse what a model cannot be split into, by its own rules and by its parameters' dims.
 
-    Raises: ConfigError where a mesh axis does not divide a dim that it shards.
+    Raises: ConfigError where a mesh axis does not divide a dim that it shards, or has two of a parameter to shard.
     """
     model.check(parallel)
     _check_experts(model, parallel)
     for path, param in named_params(declare(model)):
+        split = Counter(AXIS_OF_DIM[dim] for dim in param.dims if dim in AXIS_OF_DIM)
+        for axis in (axis for axis, number in split.items() if number > 1 and getattr(parallel.mesh, axis) > 1):
+            raise ConfigError(
+                f"parameter {path} with dims {param.dims} over {axis}={getattr(parallel.mesh, axis)}",
+                f"{axis} can split one of them",
+                "Name the others None",
+            )
         for size, dim in zip(param.shape, param.dims, strict=True):
             axis = AXIS_OF_DIM.get(dim)
             if dim in ("layers", "experts") or dim in MAY_STAY_WHOLE or axis is None:

@@ -26,8 +26,8 @@ class ShardedParam(nnx.Param):
 
     declaration: Param
 
-    def __init__(self, value: jax.Array, dims: tuple[str | None, ...] = (), **fields):
-        super().__init__(value, declaration=Param(value.shape, dims, **fields))
+    def __init__(self, value: jax.Array | float, dims: tuple[str | None, ...] = (), **fields):
+        super().__init__(jnp.asarray(value), declaration=Param(jnp.shape(value), dims, **fields))
 
 
 class LanguageModel(nnx.Module):
@@ -81,6 +81,21 @@ class LanguageModel(nnx.Module):
 
         numbered = jnp.arange(self.config.num_blocks), nnx.to_pure_dict(stacked)
         return lax.scan(block, self.embed(tokens_BT, ctx.at(0)), numbered)[0]
+
+
+def require_parameters_alone(module: nnx.Module) -> None:
+    """Refuse a module, traced by `nnx.eval_shape`, that keeps more than parameters. Raises: ConfigError."""
+    kept = dict(nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param))))
+    for path, node in nnx.iter_modules(module):  # an array that was made while tracing is no state to nnx
+        kept |= {(*path, name): x for name, x in vars(node).items() if isinstance(x, jax.Array)}
+    for path, x in kept.items():
+        raise ConfigError(
+            f"{type(x).__name__ if isinstance(x, nnx.Variable) else 'the array'} {'.'.join(map(str, path))} of "
+            f"{type(module).__name__}",
+            "a module must hold parameters alone: what else it keeps would not be carried from step to step",
+            "Leave it out, and make constants where they are used; Context.dropout draws masks, and "
+            "Param(update='count') counts",
+        )
 
 
 def stack_layers(config: Model, make: Callable[[nnx.Rngs, str], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:

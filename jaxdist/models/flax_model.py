@@ -10,7 +10,7 @@ from jax import random
 from jaxdist.errors import ConfigError
 from jaxdist.models.base import Model, split_kinds
 from jaxdist.models.context import Batch, Context
-from jaxdist.models.flax import LanguageModel
+from jaxdist.models.flax import LanguageModel, require_parameters_alone
 from jaxdist.params import Param, Tree
 
 
@@ -48,12 +48,7 @@ class FlaxModel(Model):
 def _parts(model: FlaxModel) -> dict[str | None, tuple[nnx.GraphDef, dict]]:
     """(graph, declared parameters) of a layer of each kind and, under None, of the model without its layers."""
     module = nnx.eval_shape(lambda: model.module(nnx.Rngs(0)))
-    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param))):
-        raise ConfigError(
-            f"{type(variable).__name__} {'.'.join(map(str, path))} of {type(module).__name__}",
-            "a module must hold parameters alone: what else it keeps would not be carried from step to step",
-            "Leave it out; Context.dropout draws masks, and Param(update='count') counts",
-        )
+    require_parameters_alone(module)
     layers = split_kinds(model, module.blocks)
     del module.blocks
 

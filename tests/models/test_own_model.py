@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -24,8 +25,8 @@ from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshShape, parse_mesh
 from jaxdist.models.base import declare
-from jaxdist.models.declared import abstract_values
-from jaxdist.models.flax import LanguageModel, stack_layers
+from jaxdist.models.declared import abstract_values, check_split
+from jaxdist.models.flax import LanguageModel, ShardedParam, stack_layers
 from jaxdist.models.flax_model import FlaxModel
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
@@ -489,6 +490,7 @@ class Remembers(FlaxModel):
     seq_len: int = 8
     vocab_size: int = 16
     in_layers: bool = False
+    array: Callable | None = None
 
     def module(self, rngs):
         return Remembering(self, rngs)
@@ -502,6 +504,13 @@ class Remembering(LanguageModel):
         layer = nnx.Dropout if config.in_layers else nnx.Linear
         sizes = (0.1,) if config.in_layers else (4, 6)
         self.blocks = stack_layers(config, lambda rngs, kind: layer(*sizes, rngs=rngs), rngs)
+        if config.array is not None:
+            self.blocks, self.norm = stack_layers(config, lambda *_: Offset(config.array(4)), rngs), None
+
+
+class Offset(nnx.Module):
+    def __init__(self, offset):
+        self.gain, self.offset = ShardedParam(1.0), offset
 
 
 def test_a_module_that_keeps_more_than_parameters_is_refused_by_name():
@@ -509,6 +518,23 @@ def test_a_module_that_keeps_more_than_parameters_is_refused_by_name():
         for declared in (Remembers.outer, lambda model: model.block("layer")):
             with pytest.raises(ConfigError, match=said):
                 declared(Remembers(in_layers=in_layers))
+    for array in (np.arange, jnp.arange):
+        with pytest.raises(ConfigError, match=r"the array blocks\.offset"):
+            Remembers(array=array).outer()
+
+
+@pytest.mark.parametrize("dims", [("heads", "ffn"), ("layers", None)])
+def test_a_parameter_that_an_axis_would_split_twice_is_refused(dims):
+    with pytest.raises(ConfigError, match=r"parameter blocks\.both with dims .* over (tp|pp)=2: .* one of them"):
+        check_split(Twice(dims=dims), ParallelConfig(MeshShape(pp=2, tp=2)))
+
+
+@dataclass(frozen=True)
+class Twice(Llama):
+    dims: tuple = ()
+
+    def block(self, kind):
+        return {**super().block(kind), "both": Param((8, 8), self.dims)}
 
 
 def test_results_of_other_structures_are_refused():
