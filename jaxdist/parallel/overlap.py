@@ -144,7 +144,9 @@ class OverlappedBackward:
         """(y, what backward needs) of one layer."""
         trained, fixed = self.weights_of(weights, index)
         if split is None:
-            return self.stages.layer(trained, fixed, self.micro, x), x
+            # As its gradient runs it: what is sent for an auxiliary loss, which no y needs, is not sent here.
+            layer = partial(self.stages.layer, trained, fixed, self.micro)
+            return pruned(lambda x: jax.vjp(layer, x)[0], x), x
         y, *kept = split.forward(trained, fixed, self.micro, x)
         return y, kept
 

@@ -95,6 +95,7 @@ LAYOUTS = {
     "pp2-dp2-ep2-zb-v-zero3": ("pp=2,dp=2,ep=2", {"zero": 3, "schedule": "zb-v"}),
     "pp2-ep2-tp2-sp-zb-h1": ("pp=2,dp=2,ep=2,tp=2", {"sp": True, "schedule": "zb-h1", "remat": "block"}),
     "dp4-ep2-overlap-zero3": ("dp=4,ep=2", {"zero": 3, "overlap": True}),
+    "dp2-cp2-overlap-remat": ("dp=2,cp=2", {"overlap": True, "remat": "block"}),
     "dp4-ep2-per-parameter": ("dp=4,ep=2", {"zero": 2, "grad_sync": "per-parameter", "loss_chunks": 4}),
     "tp2-only": ("tp=2", {"sp": True}),
     "tp4-apart": ("tp=4", {**APART, "remat": "selective"}),
@@ -109,7 +110,11 @@ SAMPLE = {
     ("capacity", "dp2-cp2-ep4-zero3"),
     ("deepseek", "dp2-ep2-tp2-apart"),
 }
-SENT = [("capacity", "dp2-cp2-ep4-zero3"), ("deepseek", "dp2-ep2-tp2-apart")]
+SENT = [
+    ("capacity", "dp2-cp2-ep4-zero3"),
+    ("deepseek", "dp2-ep2-tp2-apart"),
+    ("losses", "dp2-cp2-overlap-remat"),  # the sums of a balance loss are not sent in a forward that runs again
+]
 UNEVEN = ("every-other", "pp2-dp2-ep2-zb-v-zero3")  # two blocks, for four parts
 CASES = [(mixture, layout) for mixture in MIXTURES for layout in LAYOUTS if (mixture, layout) != UNEVEN]
 TOLERANCE = 1e-12
