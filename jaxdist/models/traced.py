@@ -10,6 +10,7 @@ from jaxdist.mesh import MeshShape, make_abstract_mesh
 from jaxdist.models.base import Model, declare, split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.models.declared import abstract_values
+from jaxdist.models.results import require_results
 from jaxdist.parallel.pipeline.split_backward import needed_for, variables
 from jaxdist.parallel.products import flops_of
 from jaxdist.params import STACKED, named_params
@@ -53,7 +54,9 @@ class _OneRank:
         self.embed = mapped(lambda outer, batch: model.embed(Context(rows_B=batch.rows), outer, batch))
         self.loss = mapped(lambda outer, x, batch: model.loss(Context(rows_B=batch.rows), outer, x, batch))
         self.block = mapped(self._block)
-        self.x = jax.eval_shape(self.embed, self.outer, self.batch)
+        checked = mapped(lambda *args: require_results(model, lambda _: Context(rows_B=args[-1].rows), *args))
+        with jax.enable_x64(False):  # where it is on, parameters may be of 64 bits, and these are not
+            self.x = jax.eval_shape(checked, self.outer, self.blocks, self.batch)
 
     def _block(self, blocks, x, batch):
         ctx = Context(rows_B=batch.rows)

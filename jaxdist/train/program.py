@@ -34,7 +34,7 @@ from jaxdist.specs import (
     storage_specs,
 )
 from jaxdist.train.gradients.base import ShardedModel
-from jaxdist.train.gradients.bind import bind_model
+from jaxdist.train.gradients.bind import bind_model, require_sound
 from jaxdist.train.leaf_needs import require_held
 from jaxdist.train.loss_scale import LossScale
 from jaxdist.train.optimizer import learning_rate, make_optimizer, optimizer_specs, require_arguments
@@ -234,6 +234,7 @@ def build_program(
     layout = make_layout(config.model, config.parallel, config.part_layers)
     platform = platform_of(mesh)
     trains = bind_model(config, layout, attention_on(mesh, config, training=True), platform, recorder, draws_choices)
+    require_sound(trains)
     evaluates = bind_model(
         config, layout, attention_on(mesh, config, training=False), platform, draws_choices=draws_choices
     )

@@ -15,6 +15,7 @@ import pytest
 from alternating import Alternating
 from conftest import DEVICES, in_sample
 from flax import nnx
+from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from llama import Llama
 
@@ -23,14 +24,15 @@ from experiments.calibration.work import PaperWork
 from jaxdist.config import RunConfig
 from jaxdist.data.batches import random_batches
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import MeshShape, parse_mesh
-from jaxdist.models.base import declare
+from jaxdist.mesh import MeshShape, make_abstract_mesh, parse_mesh
+from jaxdist.models.base import Model, declare
 from jaxdist.models.declared import abstract_values, check_split
 from jaxdist.models.flax import LanguageModel, ShardedParam, stack_layers
 from jaxdist.models.flax_model import FlaxModel
 from jaxdist.models.lora import LoRA
 from jaxdist.models.presets import PRESETS
 from jaxdist.models.traced import head_in_layers, parts_using
+from jaxdist.parallel import collectives as comm
 from jaxdist.params import Param, named_params
 from jaxdist.parity import array_difference, compare, forward_logits, in_float64, observe, random_parameters
 from jaxdist.placement import make_layout
@@ -39,7 +41,8 @@ from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.parts import work_of
 from jaxdist.plan.proof.levels import levels
 from jaxdist.plan.time_model import Efficiency, Layout, step_time
-from jaxdist.strategy import ParallelConfig
+from jaxdist.strategy import ParallelConfig, PrecisionConfig
+from jaxdist.train.program import build_program
 from jaxdist.verification import proof_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "own-model.md").read_text()
@@ -451,6 +454,69 @@ class CheckedLlama(Llama):
 def test_what_a_model_cannot_do_is_refused(mesh, parallel, match):
     with pytest.raises(ConfigError, match=match):
         jaxdist.verify(CheckedLlama(), mesh=mesh, **parallel)
+
+
+@dataclass(frozen=True)
+class Wrong(Llama):
+    """One of its functions returns what `change` makes of the right result."""
+
+    name: str = "loss"
+    change: Callable = lambda found: found
+
+    def embed(self, ctx, outer, batch):
+        return self.changed("embed", super().embed(ctx, outer, batch))
+
+    def layer(self, ctx, kind, p, x, index):
+        return self.changed("layer", super().layer(ctx, kind, p, x, index))
+
+    def head(self, ctx, outer, x):
+        return self.changed("head", (x, outer["head"]))
+
+    def loss(self, ctx, outer, x, batch):
+        return self.changed("loss", super().loss(ctx, outer, x, batch))
+
+    def changed(self, name, found):
+        return self.change(found) if name == self.name else found
+
+
+class WrongHead(Wrong):
+    loss = Model.loss
+
+
+WRONG = [
+    ("loss", lambda found: found[None], r"float32\[1\]: must return one floating-point number"),
+    ("loss", lambda found: None, "None"),
+    ("loss", lambda found: (found, found), r"\(float32\[\], float32\[\]\)"),
+    ("loss", lambda found: found.astype(jnp.int32), r"int32\[\]"),
+    ("embed", lambda found: (found, None), r"\(float32\[1,32,64\], None\)"),
+    ("layer", lambda found: found[..., :1], r"float32\[1,32,1\]: must return x as it takes it, float32\[1,32,64\]"),
+    ("layer", lambda found: found.astype(jnp.bfloat16), "bfloat16"),
+    ("layer", lambda found: (found, None), r"\(float32\[1,32,64\], None\)"),
+    ("head", lambda found: found[0], r"float32\[1,32,64\]: must return two"),
+    ("head", lambda found: (found[0], found[1].T), r"\(float32\[1,32,64\], float32\[64,256\]\)"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "match"), WRONG)
+def test_what_a_model_s_function_must_not_return_is_refused_by_name(name, change, match):
+    kind = WrongHead if name == "head" else Wrong
+    with pytest.raises(ConfigError, match=f"`{name}` of {kind.__name__} returns {match}"):
+        make_layout(kind(num_layers=2, name=name, change=change), ParallelConfig())
+
+
+ON_A_RANK = [
+    ("bfloat16", "dp=2", lambda found: found * np.float32(1), r"float32\[8,32,64\]: must .*, bfloat16\[8,32,64\]"),
+    ("float32", "tp=2", lambda found: comm.varying(found, "tp"), ": must be equal on all ranks of tp"),
+    ("float32", "pp=2,tp=2", lambda found: found[:, : 32 // lax.axis_size("tp")], r"float32\[16,16,64\]"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "mesh", "change", "match"), ON_A_RANK)
+def test_results_that_are_wrong_on_a_rank_of_the_mesh_alone_are_refused(dtype, mesh, change, match):
+    model = LoRA(Wrong(num_layers=2, name="layer", change=change), 2, 4.0)
+    config = RunConfig(model, ParallelConfig(parse_mesh(mesh)), precision=PrecisionConfig(dtype))
+    with pytest.raises(ConfigError, match=f"`layer` of Wrong returns.*{match}"):
+        build_program(config, make_abstract_mesh(config.parallel.mesh))
 
 
 def test_a_leaf_that_is_wrong_is_not_taken_for_rounding():
