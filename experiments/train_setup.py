@@ -278,7 +278,8 @@ def take_folder(run: Run, stack: ExitStack) -> bool:
             resume.require_clearable(run.out, run.flags.overwrite)
         elif holds_run(run.out):
             resume.require_own_folder(run.out, run.config, run.compiled, run.warn)
-            done = is_complete(run.out)
+            if done := is_complete(run.out):
+                resume.require_data_of_complete(run.out, run.data)
     return processes.from_first("done", "yes" if done else "") == "yes"
 
 

@@ -103,6 +103,15 @@ def find(
             f"random numbers must be made alike: its run has {random}, and this one {_random(config)}",
             "Use the same JAX settings",
         )
+    require_same_data(checkpoints, manifest, data)
+    before, here = manifest.table("data").get("eval_windows"), data.get("eval_windows")
+    if before not in (None, here):
+        warn(f"held-out losses up to step {manifest.step} are of {before} windows, and from there on of {here}")
+    return manifest
+
+
+def require_same_data(checkpoints: Checkpoints, manifest: Manifest, data: dict) -> None:
+    """Raises: ConfigError where the run that wrote a checkpoint reads other data."""
     there = manifest.table("data")
     if there.get("fingerprint") != data["fingerprint"]:
         raise ConfigError(
@@ -110,10 +119,15 @@ def find(
             f"must hold a run on the same data: its run reads {there.get('source')}, and this one {data['source']}",
             "Give the same data, or start another run with restore",
         )
-    before, here = there.get("eval_windows"), data.get("eval_windows")
-    if before not in (None, here):
-        warn(f"held-out losses up to step {manifest.step} are of {before} windows, and from there on of {here}")
-    return manifest
+
+
+def require_data_of_complete(out: Path, data: dict) -> None:
+    """`require_same_data` of a run that is complete: as its newest checkpoint says, where that can be read."""
+    checkpoints = Checkpoints(out / FOLDER)
+    for step in checkpoints.steps()[-1:]:
+        with suppress(BadCheckpoint):
+            manifest = checkpoints.manifest(step)
+            require_same_data(checkpoints, manifest, data)
 
 
 def find_other(text: str, config: RunConfig) -> tuple[Checkpoints, Manifest]:

@@ -81,6 +81,9 @@ def test_the_same_command_continues_bit_for_bit_then_has_nothing_to_do(train, tm
     assert code == 0 and "complete: nothing is left to do" in out
     code, _, err = train(f"{flags} --out OUT/cut --lr 0.1")
     assert code == 2 and "optimizer.lr is 0.003 there and 0.1 here" in err
+    (tmp_path / "other.txt").write_text("another text of the same run, it is said; " * 400)
+    code, _, err = train(f"{flags} --out OUT/cut --data OUT/other.txt")
+    assert code == 2 and "must hold a run on the same data: its run reads" in err
     code, _, err = train(f"{flags} --out OUT/cut --fresh")
     assert code == 2 and "--fresh with --out" in err and "--overwrite" in err
     assert (tmp_path / "cut" / "metrics.jsonl").read_text() == before
