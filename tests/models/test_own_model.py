@@ -589,6 +589,41 @@ def test_a_module_that_keeps_more_than_parameters_is_refused_by_name():
             Remembers(array=array).outer()
 
 
+@dataclass(frozen=True)
+class Counting(Remembers):
+    frozen: bool = False
+
+    def module(self, rngs):
+        return Counted(self, rngs)
+
+
+class Counted(LanguageModel):
+    def __init__(self, config, rngs):
+        self.config = config
+        self.table, self.scale = nnx.Param(jnp.ones((16, 4))), ShardedParam(jnp.arange(4), frozen=config.frozen)
+        self.blocks = stack_layers(config, lambda *_: Scaled(), rngs)
+
+    def embed(self, tokens, ctx):
+        return self.table[...][tokens]
+
+    def unembed(self, x, ctx):
+        return x * self.scale[...], self.table[...]
+
+
+class Scaled(nnx.Module):
+    def __init__(self):
+        self.gain = ShardedParam(1.0)
+
+    def __call__(self, x, ctx):
+        return x * self.gain[...]
+
+
+def test_integers_are_no_parameters_that_are_trained():
+    with pytest.raises(ConfigError, match="parameter scale of int32: must begin as floating-point"):
+        build_program(RunConfig(Counting()), make_abstract_mesh(MeshShape()))
+    build_program(RunConfig(Counting(frozen=True)), make_abstract_mesh(MeshShape()))
+
+
 @pytest.mark.parametrize("dims", [("heads", "ffn"), ("layers", None)])
 def test_a_parameter_that_an_axis_would_split_twice_is_refused(dims):
     with pytest.raises(ConfigError, match=r"parameter blocks\.both with dims .* over (tp|pp)=2: .* one of them"):
