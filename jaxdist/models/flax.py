@@ -100,11 +100,20 @@ def require_parameters_alone(module: nnx.Module) -> None:
 
 def stack_layers(config: Model, make: Callable[[nnx.Rngs, str], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
     """The layers that make(rngs, kind) gives, each parameter stacked over the blocks; those of several kinds as
-    `merge_kinds` names them."""
+    `merge_kinds` names them. Raises: ConfigError where they hold what was made outside of them."""
 
     def stacked(kind: str) -> nnx.Module:
         each = nnx.vmap(lambda rngs: make(rngs, kind), in_axes=(0,), out_axes=0)
-        return nnx.split_rngs(splits=config.num_blocks)(each)(rngs)
+        try:
+            return nnx.split_rngs(splits=config.num_blocks)(each)(rngs)
+        except ValueError as error:
+            if "different trace level" not in str(error):
+                raise
+            raise ConfigError(
+                f"a layer of {type(config).__name__} that holds a module or a parameter from outside of it",
+                "each layer must hold its own: they are stacked, and what is outside is not",
+                "Make it in the function that stack_layers is given",
+            ) from error
 
     blocks = merge_kinds(config, [stacked(kind) for kind in config.kinds])
     return nnx.Dict(blocks) if isinstance(blocks, dict) else blocks

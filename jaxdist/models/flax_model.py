@@ -48,6 +48,9 @@ class FlaxModel(Model):
 def _parts(model: FlaxModel) -> dict[str | None, tuple[nnx.GraphDef, dict]]:
     """(graph, declared parameters) of a layer of each kind and, under None, of the model without its layers."""
     module = nnx.eval_shape(lambda: model.module(nnx.Rngs(0)))
+    if getattr(module, "blocks", None) is None:
+        reason = f"must give a module whose `blocks` are its layers, and gives {type(module).__name__} without"
+        raise ConfigError(f"`module` of {type(model).__name__}", reason, "Make them with stack_layers")
     require_parameters_alone(module)
     layers = split_kinds(model, module.blocks)
     del module.blocks

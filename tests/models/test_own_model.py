@@ -590,6 +590,37 @@ def test_a_module_that_keeps_more_than_parameters_is_refused_by_name():
 
 
 @dataclass(frozen=True)
+class Built(Remembers):
+    build: Callable = lambda config, rngs: None
+
+    def module(self, rngs):
+        return self.build(self, rngs)
+
+
+class Holding(nnx.Module):
+    def __init__(self, held):
+        self.held = held
+
+
+def sharing(config, rngs):
+    shared = ShardedParam(jnp.ones(4))
+    return stack_layers(config, lambda *_: Holding(shared), rngs)
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (sharing, "a layer of Built that holds a module or a parameter from outside"),
+        (lambda config, rngs: None, "`module` of Built: must give .* NoneType without"),
+        (lambda config, rngs: Holding(ShardedParam(1.0)), "`module` of Built: must give .* Holding without"),
+    ],
+)
+def test_a_module_that_is_built_wrong_is_told_how_to_be(build, match):
+    with pytest.raises(ConfigError, match=match):
+        Built(build=build).outer()
+
+
+@dataclass(frozen=True)
 class Counting(Remembers):
     frozen: bool = False
 
