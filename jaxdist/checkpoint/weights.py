@@ -121,6 +121,9 @@ def open_weights(path: Path | str, model: Model) -> tuple[Folder, dict[str, Stor
     wanted = {tensor.name: tensor for tensor in tensors_of(model)}
     tied = HEAD in there and HEAD not in wanted and _is_tied(model)
     rows = model_differences(read_model(folder.path), model)
+    for name in folder.tensors:
+        if (full := in_full(name, model)) != name and full in folder.tensors and full in wanted:
+            rows.append(("twice", full, f"also as {name}"))
     for name, tensor in wanted.items():
         if name not in there:
             rows.append(("missing", name, f"the model has {list(tensor.shape)}"))

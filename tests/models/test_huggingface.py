@@ -247,6 +247,10 @@ def test_files_of_a_bare_body(huggingface, tmp_path, family, prefix):
     assert all(np.array_equal(found[name], x) for name, x in expected.items())
     write_weights(tmp_path / "out", model, found, source_of(open_weights(tmp_path, model)[0]))
     assert {*load_file(tmp_path / "out" / path.name)} == {*tensors}
+    name = next(name for name in tensors if "0" in name)
+    save_file({**tensors, prefix + name: tensors[name] + 1}, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"twice +{prefix}{name}: also as {name}"):
+        open_weights(tmp_path, model)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
