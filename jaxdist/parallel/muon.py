@@ -199,7 +199,8 @@ def orthogonalize_all(
         y_BMN = _orthogonalized(x_BMN, split.axes, way, COEFFICIENTS[coefficients], bf16)
         ends = [*itertools.accumulate(map(len, parts))]
         for i, turn, y in zip(members, turned, jnp.split(y_BMN, ends[:-1]), strict=True):
-            made[i] = exact_on_shards(matrices[i].restored(y.mT if turn else y, leaves[i].shape))
+            whole = matrices[i].restored(y.mT if turn else y, leaves[i].shape)
+            made[i] = exact_on_shards(whole.astype(leaves[i].dtype))
     return [made[i] for i in range(len(leaves))]
 
 
