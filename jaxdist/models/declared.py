@@ -35,7 +35,7 @@ def check_split(model: Model, parallel: ParallelConfig) -> None:
         for axis in (axis for axis, number in split.items() if number > 1 and getattr(parallel.mesh, axis) > 1):
             raise ConfigError(
                 f"parameter {path} with dims {param.dims} over {axis}={getattr(parallel.mesh, axis)}",
-                f"{axis} can split one of them",
+                f"{axis} must split only one of them",
                 "Name the others None",
             )
         for size, dim in zip(param.shape, param.dims, strict=True):
