@@ -133,7 +133,7 @@ def main(flags: GenerateFlags, console: Console) -> int:
     with Progress("checking the weights", quiet=console.quiet):
         weights = find_weights(flags.checkpoint, "checkpoint", trust=flags.trust)
     jax.config.update("jax_enable_x64", (flags.dtype or weights.dtype) == "float64")
-    tokenizer = find_tokenizer(flags.tokenizer, weights)
+    tokenizer, ends = find_tokenizer(flags.tokenizer, weights), weights.end_of_text()
     if flags.tokenizer is not None and (own := weights.tokenizer()) is not None and own.identity != tokenizer.identity:
         notes.print(f"[yellow]note:[/] --tokenizer {escape(flags.tokenizer)} is not the model's own", soft_wrap=True)
     if begin := weights.begin_of_text(tokenizer):
@@ -174,7 +174,7 @@ def main(flags: GenerateFlags, console: Console) -> int:
     for first in range(0, len(texts), generator.num_texts):
         some = texts[first : first + generator.num_texts]
         prompts = [encode(tokenizer, text, weights) for text in some]
-        streams = [TextStream(tokenizer, weights.end_of_text(), flags.stop, prompt.tolist()) for prompt in prompts]
+        streams = [TextStream(tokenizer, ends, flags.stop, prompt.tolist()) for prompt in prompts]
         try:
             times.append(generate(programs, prompts, num_new, streams, some, first, len(texts), console))
         except NotFinite as error:

@@ -91,7 +91,9 @@ class Weights:
         return tuple(begin)
 
     def end_of_text(self) -> tuple[int, ...]:
-        """The tokens with which a text ends: of a run, of generation_config.json, of the config.json they came with."""
+        """The tokens with which a text ends: of a run, of generation_config.json, of the config.json they came with.
+
+        Raises: ConfigError where one of these is no number."""
         found = [self.data.get("end_of_document")]
         path = self.companions / GENERATION
         texts = [read_text_file("settings of generation", path)] if path.exists() else []
@@ -102,7 +104,13 @@ class Weights:
             except (ValueError, AttributeError, RecursionError) as error:
                 raise ConfigError(f"{GENERATION} in {self.companions}", "must be JSON", "Fetch it again") from error
             found += ends if isinstance(ends, list) else [ends]
-        return tuple(dict.fromkeys(end for end in found if type(end) is int))
+        if bad := [end for end in found if end is not None and type(end) is not int]:
+            raise ConfigError(
+                f"eos_token_id {json.dumps(bad[0])} of {self.about}",
+                "must be a token's number, or a list",
+                "Correct it",
+            )
+        return tuple(dict.fromkeys(end for end in found if end is not None))
 
     def write_companions(self, folder: Path) -> None:
         """Put what goes with the parameters into a folder of transformers that has a config.json: the tokenizer, and in

@@ -391,6 +391,11 @@ def test_a_text_ends_with_any_token_that_a_run_or_a_file_names(tmp_path):
     (tmp_path / GENERATION).write_text('{"eos_token_id": [7, 9]}')
     assert weights_with(tmp_path).end_of_text() == (7, 9)
     assert weights_with(tmp_path, end_of_document=5).end_of_text() == (5, 7, 9)
+    (tmp_path / GENERATION).write_text('{"eos_token_id": [7, null]}')
+    assert weights_with(tmp_path).end_of_text() == (7,)
+    (tmp_path / GENERATION).write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ConfigError, match=r"eos_token_id .*</s>.* must be a token's number"):
+        weights_with(tmp_path).end_of_text()
 
 
 def test_tokens_mean_what_the_files_beside_them_say(tmp_path):
