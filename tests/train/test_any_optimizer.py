@@ -261,7 +261,8 @@ def test_what_would_be_taken_for_a_padded_shard_is_refused():
     leaves = jax.tree.leaves(layout.leaves)
     padded = next(leaf for leaf in leaves if leaf.storage_shape != leaf.shape)
     keeps = optax.GradientTransformation(
-        lambda params: jax.tree.map(lambda leaf: jnp.zeros(padded.storage_shape), layout.leaves), optax.sgd(1e-2).update
+        lambda params: jax.tree.map(lambda leaf: jnp.zeros(padded.storage_shape), layout.leaves),
+        lambda updates, state, params=None: (updates, state),
     )
     with pytest.raises(ConfigError) as refused:
         with_whole_parameters(keeps)(layout).init(

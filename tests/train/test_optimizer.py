@@ -29,7 +29,8 @@ def run_of(name: str) -> RunConfig:
 
 def apply(optimizer, finite, grads, moments, params, layout=LAYOUT, **more):
     norm = optax.tree.norm(grads)
-    return update(optimizer, layout, finite, grads, moments, params, step=jnp.float32(0), norm=norm, **more)
+    scalars = {"step": jnp.float32(0), "norm": norm, "loss": jnp.float32(0)}
+    return update(optimizer, layout, finite, grads, moments, params, **scalars, **more)
 
 
 def a_few_updates(optimizer):
