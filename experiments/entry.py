@@ -179,7 +179,7 @@ def parse_words(flags_type: type[Flags], prog: str, words: list[str], default: F
 
 def _join_to_end(flags_type: type) -> None:
     """Join the other processes, who wait for this one, so that they can be told that it ends."""
-    commands = typing.get_args(flags_type) or (flags_type,)
+    commands = typing.get_args(flags_type) or (flags_type,)  # those of `cli.ProcessFlags` can join
     if any(hasattr(kind, "join") for kind in commands) and processes.asked_to_join():
         with suppress(ConfigError):
             processes.join(None, None, None)

@@ -60,7 +60,7 @@ class Progress:
             wait = self.every
 
     def _columns(self) -> int:
-        """Of the terminal; many where that is not known."""
+        """The terminal's width; no limit where that is not known."""
         try:
             return os.get_terminal_size(self.stream.fileno()).columns or sys.maxsize
         except (OSError, ValueError):

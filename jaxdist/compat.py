@@ -1,4 +1,4 @@
-"""What differs between JAX 0.10 and 0.12, which this package supports, in one place; importing it imports no JAX."""
+"""What differs between JAX 0.10, 0.11 and 0.12, all supported, in one place; importing it does not import JAX."""
 
 import logging
 import os

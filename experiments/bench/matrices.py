@@ -7,7 +7,6 @@ import jax
 from rich.console import Console
 
 from jaxdist.config import OptimizerConfig, RunConfig
-from jaxdist.layout import Leaf
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.presets import PRESETS
 from jaxdist.parallel import muon
@@ -15,8 +14,8 @@ from jaxdist.placement import make_layout
 from jaxdist.plan.hardware import Cluster, find_hardware
 from jaxdist.plan.proof.trace import sent_among
 from jaxdist.plan.search import Candidates, score
+from jaxdist.plan.traffic import split_of
 from jaxdist.strategy import ParallelConfig, PrecisionConfig
-from jaxdist.train.optimizer import matrix_of
 
 from .flags import BenchFlags
 from .rows import Measured, Row
@@ -66,7 +65,7 @@ def rows_of(name: str, *layout) -> list[Row]:
     adamw, ours = (score_of(*layout, optimizer) for optimizer in ("adamw", "muon"))
     run = config_of(*layout, "muon")
     leaves = jax.tree.leaves(make_layout(run.model, run.parallel, run.part_layers).trained.leaves)
-    found = [sent_and_done(split) for _, split in muon.joined([split_of(leaf) for leaf in leaves if leaf.param.matrix])]
+    found = [sent_and_done(split) for _, split in muon.joined([*filter(None, map(split_of, leaves))])]
     *sent, flops = (sum(column) for column in zip(*found, strict=True))
     ways = ("chosen", "exchanged", "by sums", "gathered")
     return [
@@ -88,10 +87,6 @@ def score_of(model: str, mesh: str, strategy: dict, optimizer: str) -> tuple[flo
     config = config_of(model, mesh, strategy, optimizer)
     found = score(config, Candidates.of(config), Cluster(find_hardware("h100"), NODES), "cudnn")
     return float(found.memory.optimizer[0]), float(found.time.total[0])
-
-
-def split_of(leaf: Leaf) -> muon.Split:
-    return muon.Split.of(matrix_of(leaf), leaf.storage_local, lambda axes: math.prod(map(leaf.mesh.size, axes)))
 
 
 def sent_and_done(together: muon.Split) -> tuple[int, int, int, int, int]:

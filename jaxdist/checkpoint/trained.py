@@ -107,7 +107,7 @@ class Weights:
         if bad := [end for end in found if end is not None and type(end) is not int]:
             raise ConfigError(
                 f"eos_token_id {json.dumps(bad[0])} of {self.about}",
-                "must be a token's number, or a list",
+                "must be a token's number, or a list of them",
                 "Correct it",
             )
         return tuple(dict.fromkeys(end for end in found if end is not None))

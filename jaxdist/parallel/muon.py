@@ -98,7 +98,7 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Matrix, shape: Sequence[int], size: Callable[[tuple[str, ...]], int]) -> "Split":
-        """Of a leaf's shard of this shape, on a mesh whose axes have this size."""
+        """The split of a leaf whose shard has this shape, on a mesh whose axes have this size."""
         return cls(tuple(matrix.sizes(shape)), tuple(map(size, matrix.axes)), tuple(matrix.axes))
 
     @property
@@ -254,7 +254,7 @@ def newton_schulz(
 
 
 def joined(leaves: Sequence[Split]) -> list[tuple[list[int], Split]]:
-    """What is orthogonalized as one: leaves, by their place, and all their matrices together.
+    """Leaves that are orthogonalized as one, by their place, each group with all its matrices.
 
     Leaves that are split alike, or are so transposed, are joined where a rank has less to do than leaf by leaf, and
     only those whose matrices do not fill the ranks: what is joined is in memory at once.

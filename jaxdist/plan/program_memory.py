@@ -183,15 +183,14 @@ def _matrix_work(
 ) -> tuple[float, ...]:
     """FLOPs, bytes of passes, and elements over the data axes, over tp and over copies."""
     from jaxdist.parallel import muon
-    from jaxdist.train.optimizer import matrix_of
+    from jaxdist.plan.traffic import split_of
 
     layout, total = _sharded_layout(model, tp, shards, pp, ep, cp, bool(over_tp)), [0.0, 0.0, 0.0, 0.0, 0.0]
     splits = []
     for leaf in _flat(layout.trained.leaves):
         leaf = leaf if sharded else replace(leaf, zero_dim=None)
-        if (matrix := matrix_of(leaf)) is None:
+        if (split := split_of(leaf)) is None:
             continue
-        split = muon.Split.of(matrix, leaf.storage_local, lambda axes: math.prod(map(layout.mesh.size, axes)))
         num, *sides = split.local
         num = num * num_rows // leaf.storage_local[0] if "layers" in leaf.param.dims else num
         *ranks, copies = split.ranks

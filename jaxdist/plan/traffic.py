@@ -297,18 +297,12 @@ class _Step:
         """What the optimizer sends of its own: Muon, for whole matrices."""
         if self.config.optimizer.name != "muon":
             return []
-        leaves = [(matrix_of(leaf), leaf) for leaf in jax.tree.leaves(self.layout.trained.leaves)]
+        splits = filter(None, map(split_of, jax.tree.leaves(self.layout.trained.leaves)))
         return [
             Message.of(
                 "matrices for the update", each.kind, split.axes[each.dim], each.count, each.elements * self.master
             )
-            for _, split in muon.joined(
-                [
-                    muon.Split.of(matrix, leaf.storage_local, lambda axes: math.prod(map(self.mesh.size, axes)))
-                    for matrix, leaf in leaves
-                    if matrix is not None
-                ]
-            )
+            for _, split in muon.joined([*splits])
             for each in muon.messages(split.local, split.ranks)
         ]
 
@@ -329,6 +323,13 @@ class _Step:
             for members in zero_groups(leaves, [*sizes.values()], self.layout.bucket_bytes)
             if any(only(leaves[i]) for i in members)
         ]
+
+
+def split_of(leaf: Leaf) -> muon.Split | None:
+    """How a leaf's matrices are split as it is stored; None where it has none."""
+    if (matrix := matrix_of(leaf)) is None:
+        return None
+    return muon.Split.of(matrix, leaf.storage_local, lambda axes: math.prod(map(leaf.mesh.size, axes)))
 
 
 def every_leaf(leaf: Leaf) -> bool:

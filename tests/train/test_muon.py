@@ -80,8 +80,8 @@ def test_leaves_are_joined_where_that_leaves_a_rank_fewer_matrices():
 
 
 def test_joined_leaves_are_orthogonalized_as_each_alone():
-    """Squares split by rows and columns, of which a rank has a half that is a square too, beside a wide leaf that is
-    joined with a tall one."""
+    """Two squares, one split by rows and one by columns; a wide matrix and a tall one; and two that fill the ranks.
+    Leaf by leaf a rank would have three squares and two of the others, joined it has two and one."""
     shapes = {"q": (1, 6, 6), "o": (1, 6, 6), "up": (1, 6, 10), "down": (1, 10, 6), "alone": (2, 6, 6)}
     specs = {name: PartitionSpec(*((None, None, "tp") if name in ("o", "down") else (None, "tp"))) for name in shapes}
     matrices = {name: muon.Matrix(shape, IN_OUT, specs[name]) for name, shape in shapes.items()}
@@ -96,9 +96,7 @@ def test_joined_leaves_are_orthogonalized_as_each_alone():
         wanted = {name: np.stack([orthogonal("original", each.T).T for each in x]) for name, x in xs.items()}
     for name, expected in wanted.items():
         np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-12, err_msg=name)
-    assert matmul_flops(program) == 5 * 2 * (6 * 6**3) + 5 * (
-        4 * 6**2 * 10 + 2 * 6**3
-    )  # leaf by leaf a rank has 3 and 2
+    assert matmul_flops(program) == 5 * (2 * 6 * 6**3 + 4 * 6**2 * 10 + 2 * 6**3)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
