@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 
 from rich.console import Console
 
-from jaxdist.config import RunConfig
+from jaxdist.config import OptimizerConfig, RunConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import parse_mesh
 from jaxdist.models.lora import ALPHA_PER_RANK, LoRA
@@ -89,16 +89,15 @@ class Large(NamedTuple):
     compiled: float
     lora: int = 0
     capacity: float | None = None
+    optimizer: str = "adamw"
 
     def config(self) -> RunConfig:
         changes = {"seq_len": self.seq_len} | ({"capacity": self.capacity} if self.capacity else {})
         model = dataclasses.replace(PRESETS[self.model], **changes)
         if self.lora:
             model = LoRA(model, self.lora, ALPHA_PER_RANK * self.lora)
-        precision = PrecisionConfig("bfloat16")
-        return with_layout(
-            RunConfig(model, precision=precision, batch_size=self.batch_size), self.mesh, self.more, "h200"
-        )
+        rest = {"optimizer": OptimizerConfig(self.optimizer), "precision": PrecisionConfig("bfloat16")}
+        return with_layout(RunConfig(model, batch_size=self.batch_size, **rest), self.mesh, self.more, "h200")
 
 
 BLOCK = {"remat": "block"}
@@ -137,6 +136,8 @@ LARGE = {
     "8B, ulysses": Large(
         "llama3-8b", 8192, 16, "dp=2,cp=4", {"zero": 3, "cp_kind": "ulysses", "accumulate": 4} | BLOCK, 24.37
     ),
+    "8B, one bucket": Large("llama3-8b", 2048, 8, "dp=8", {"zero": 1, "grad_sync": "flat"} | BLOCK, 74.79),
+    "30B-A3B, Muon": Large("qwen3-30b-a3b", 2048, 32, "dp=32,ep=8", {"zero": 3} | BLOCK, 15.27, optimizer="muon"),
     "8B": Large("llama3-8b", 4096, 8, "dp=8", {"zero": 3} | BLOCK, 20.57),
     "70B": Large("llama3-70b", 4096, 64, "dp=8,tp=8", {"zero": 3, "sp": True, "accumulate": 4} | BLOCK, 25.64),
 }

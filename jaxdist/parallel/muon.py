@@ -319,6 +319,12 @@ def passes(local: Sequence[int], ranks: Sequence[int], wide: int, narrow: int) -
     return num * (side * other * 2 * (wide + narrow) + ITERATIONS * side**2 * polynomial)
 
 
+def working(local: Sequence[int], ranks: Sequence[int], wide: int, narrow: int) -> int:
+    """Bytes that a leaf's orthogonalization has in memory at once: X as it came and as it is multiplied, and X X^T."""
+    num, side, other = _own(local, ranks)
+    return num * (side * other * (wide + narrow) + side**2 * wide)
+
+
 def _own(local: Sequence[int], ranks: Sequence[int], way: Way | None = None) -> tuple[int, int, int]:
     """(matrices that a rank orthogonalizes, the side of their squares, the other side)."""
     way, (num, *sides) = way or choose_way(local, ranks), local

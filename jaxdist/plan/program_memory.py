@@ -65,14 +65,15 @@ class ProgramBytes:
 
 
 TERMS = ("parameters", "optimizer", "gradients", "activations", "logits", "working")
-PHASES = ("backward", "the head", "the update", "the embedding's backward")
+PHASES = ("backward", "the head", "the reduction of gradients", "the update", "the embedding's backward")
 
 
 class Elements(NamedTuple):
     """Elements of one device: of a layer and of the rest, in the compute and the storage layout; of the rest where it
     is computed with, and of what the embedding, the loss and both of them use; of a layer's largest leaf, in both
     layouts; of a layer's vectors. Of a layer's leaves that share no message with others: all, as computed with; and the
-    shards of those that are gathered along another dim than their first.
+    shards of those that are gathered along another dim than their first. Of a layer and of the rest, what has the sum
+    of its gradient on this rank alone, without replicas.
     """
 
     layer: int
@@ -88,6 +89,8 @@ class Elements(NamedTuple):
     vectors: int
     alone: int
     across: int
+    unsent_layer: int
+    unsent_outer: int
 
 
 @cache
@@ -129,6 +132,8 @@ def device_elements(
         vectors=size(leaf.compute_local for leaf in layer if leaf.small),
         alone=size(leaf.compute_local for leaf in alone),
         across=size(leaf.storage_local for leaf in alone if leaf.zero_dim),
+        unsent_layer=size(leaf.compute_local for leaf in layer if not leaf.reduce_axes),
+        unsent_outer=size(leaf.compute_local for leaf in outer if not leaf.reduce_axes),
     )
 
 
@@ -142,12 +147,13 @@ def _sharded_layout(model: Model, tp: int, shards: int, pp: int, ep: int, cp: in
 
 
 class MatrixWork(NamedTuple):
-    """What a device does in an update for whole matrices: FLOPs, bytes that pass through memory beside them, those that
-    it sends over dp and cp and over tp as if all-to-alls had moved them, and those gathered over ranks that hold the
-    same."""
+    """What a device does in an update for whole matrices: FLOPs, bytes that pass through memory beside them, those in
+    memory at once, those that it sends over dp and cp and over tp as if all-to-alls had moved them, and those gathered
+    over ranks that hold the same."""
 
     flops: float
     passes: float
+    working: float
     over_data: float
     over_tp: float
     over_copies: float
@@ -157,13 +163,13 @@ def matrix_work(config: RunConfig, layouts, num_rows) -> MatrixWork:
     """Columns for every layout; 0 for an optimizer that looks at no matrices. num_rows: layers on a device."""
     c = layouts
     if config.optimizer.name != "muon":
-        return MatrixWork(0.0, 0.0, 0.0, 0.0, 0.0)
+        return MatrixWork(*[0.0] * len(MatrixWork._fields))
     wide = ITEMSIZE[config.precision.master_dtype]
     widths = wide, ITEMSIZE["bfloat16"] if config.optimizer.muon_bf16 else wide
     ways = c.replica, c.tp, c.dp * c.cp, c.pp, c.ep, np.where(c.ep > 1, c.cp, 1), c.over_tp
     kinds, index = distinct(*ways, c.zero > 0, np.broadcast_to(num_rows, len(c.pp)).astype(int))
     found = np.array([_matrix_work(config.model, *widths, *kind) for kind in kinds], float)[index].T
-    return MatrixWork(*found[:2], *(wide * found[2:]))
+    return MatrixWork(*found[:3], *(wide * found[3:]))
 
 
 @cache
@@ -181,11 +187,11 @@ def _matrix_work(
     sharded: int,
     num_rows: int,
 ) -> tuple[float, ...]:
-    """FLOPs, bytes of passes, and elements over the data axes, over tp and over copies."""
+    """FLOPs, bytes of passes and at once, and elements over the data axes, over tp and over copies."""
     from jaxdist.parallel import muon
     from jaxdist.plan.traffic import split_of
 
-    layout, total = _sharded_layout(model, tp, shards, pp, ep, cp, bool(over_tp)), [0.0, 0.0, 0.0, 0.0, 0.0]
+    layout, total = _sharded_layout(model, tp, shards, pp, ep, cp, bool(over_tp)), [0.0] * len(MatrixWork._fields)
     splits = []
     for leaf in _flat(layout.trained.leaves):
         leaf = leaf if sharded else replace(leaf, zero_dim=None)
@@ -198,9 +204,10 @@ def _matrix_work(
     for _, (local, ranks, axes) in muon.joined(splits):
         total[0] += muon.flops(local, ranks)
         total[1] += muon.passes(local, ranks, wide, narrow)
+        total[2] = max(total[2], muon.working(local, ranks, wide, narrow))
         for each in muon.messages(local, ranks):
             times = 2 if each.kind == "all_reduce" else 1
-            which = 4 if each.dim == muon.COPIES else 3 if axes[each.dim] == ("tp",) else 2
+            which = 5 if each.dim == muon.COPIES else 4 if axes[each.dim] == ("tp",) else 3
             total[which] += times * each.count * each.elements
     return tuple(total)
 
@@ -419,6 +426,18 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     # With overlap each layer's is reduced into its place while the next is made.
     own = np.where(overlapped, wide * stored_trained + itemsize * t.layer, own)
 
+    # ---- the update. What is reduced is wide then, and a bucket of it laid side by side first. The rest is as backward
+    # left it, unless it was summed, or tp sends its matrices.
+    work = matrix_work(config, c, num_rows)
+    unsent = np.where(c.replica == 1, num_rows * t.unsent_layer + t.unsent_outer, 0)
+    as_left = (c.accumulate == 1) & ~pipelined & ~scattered & (np.asarray(work.over_tp) == 0)
+    before_update = grads - np.where(as_left, (wide - itemsize) * unsent, 0)
+    largest = np.where(scattered, 0, wide * num_rows * np.where(sharded, t.stored_largest, t.largest))
+    reduced = np.where(sharded & ~scattered, wide * (whole_trained - stored_trained), 0)  # before matrices are whole
+    bucket = np.minimum(config.parallel.bucket_bytes, summed * (whole_trained - unsent))
+    shards = np.where(sharded, wide * (stored_trained - unsent), 0)
+    side_by_side = np.where(scattered | overlapped | (c.replica * c.dp * c.cp == 1), 0, bucket + shards)
+
     # ---- the loss: its logits and the gradients it makes; the weights it uses, where they were gathered
     # Of a loop that scatters XLA runs the first turn ahead: the last layer runs again beside the loss's backward.
     ahead = at_end & (t.alone > 0)
@@ -445,12 +464,8 @@ def program_bytes(config: RunConfig, layouts, table, attention: str) -> ProgramB
     phases = [
         (sums + own + late, activations, zeros, gathered_outer + np.maximum(layer + again + scratch, embedding)),
         (sums + own * pipelined, activations, logits, gathered_outer),
-        (
-            grads,
-            zeros,
-            zeros,
-            np.where(scattered, 0, wide * num_rows * np.where(sharded, t.stored_largest, t.largest)),
-        ),
+        (np.where(c.accumulate > 1, grads, own), zeros, zeros, side_by_side),
+        (before_update, zeros, zeros, np.maximum(largest, work.working - reduced)),
         (sums + own + wide * np.where(at_end, t.used_outer, 0), zeros, zeros, zeros),
     ]
     table_of = np.array([[column + zeros for column in phase] for phase in phases])

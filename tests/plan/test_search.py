@@ -468,11 +468,15 @@ def test_state_bytes_are_those_of_the_program(mesh, more, optimizer, dtype):
     assert abs(float(found.parameters[0] + found.optimizer[0]) - local_bytes(state)) <= 64  # counters
 
 
-def memory_of(mesh: str, batch_size: int, **more):
+def memory_of(mesh: str, batch_size: int, optimizer: OptimizerConfig | None = None, **more):
     """Closed form of a small bf16 model of wide rows, its number of parameters, and its layout's columns."""
     model = dataclasses.replace(SMALL, num_layers=6, width=256, seq_len=64, vocab_size=20_000)
     config = RunConfig(
-        model, ParallelConfig(mesh=mesh_of(mesh), **more), precision=PrecisionConfig("bfloat16"), batch_size=batch_size
+        model,
+        ParallelConfig(mesh=mesh_of(mesh), **more),
+        optimizer or OptimizerConfig(),
+        PrecisionConfig("bfloat16"),
+        batch_size=batch_size,
     )
     layout = Candidates.of(config)
     state = build_program(config, make_abstract_mesh(config.parallel.mesh)).abstract_state()
@@ -481,18 +485,31 @@ def memory_of(mesh: str, batch_size: int, **more):
 
 def test_each_phase_holds_what_it_is_said_to_hold():
     # The update: fp32 gradients of everything, and nothing of forward.
-    found, number, config = memory_of("replica=2", 2)
-    assert found.phase == 2 and found.gradients == 4 * number and found.activations == 0
+    found, number, config = memory_of("replica=2", 2, grad_sync="per-parameter")
+    assert PHASES[int(found.phase[0])] == "the update" and found.gradients == 4 * number and found.activations == 0
     assert found.working == 4 * 3 * 256**2 * 6  # the largest leaf, of q, k and v
+    # One device reduces nothing: they stay as backward made them.
+    alone, _, _ = memory_of("replica=1", 1)
+    assert PHASES[int(alone.phase[0])] == "the update" and alone.gradients == 2 * number
+    # One bucket of all gradients: all of them again, in fp32, and with ZeRO-1 a rank's shard of their sums.
+    for mesh, zero, shard in (("replica=2", 0, 0), ("dp=4", 1, 1)):
+        flat, _, _ = memory_of(mesh, 4, grad_sync="flat", zero=zero)
+        assert PHASES[int(flat.phase[0])] == "the reduction of gradients" and flat.gradients == 2 * number
+        assert flat.working == 4 * number + shard * number
+    # Matrices: the largest leaf as it came and as it is multiplied, in fp32 and here in bfloat16, and X X^T of each.
+    muon = OptimizerConfig("muon", muon_bf16=True)
+    found, _, _ = memory_of("replica=1", 1, optimizer=muon)
+    assert PHASES[int(found.phase[0])] == "the update"
+    assert found.working == 6 * (256 * (4 + 2) * 1024 + 4 * 256**2)
     # The loss: logits, and the gradients of the table and of its input, beside the sum over micro-batches.
     found, number, config = memory_of("replica=2", 1024, accumulate=2, remat="block")
     padded = config.model.padded_vocab_size
-    assert found.phase == 1 and found.gradients == 4 * number
+    assert PHASES[int(found.phase[0])] == "the head" and found.gradients == 4 * number
     assert found.logits == pytest.approx(2 * (256 * 64 * padded + padded * 256 + 256 * 64 * 256), rel=1e-3)
     assert found.activations == 6 * 256 * 64 * 256 * 2  # the input of every block
     # The same in chunks: an eighth of the logits, and the gradients, in fp32 and rounded.
     found, _, _ = memory_of("replica=2", 1024, accumulate=2, remat="block", loss_chunks=8)
-    assert found.phase == 1
+    assert PHASES[int(found.phase[0])] == "the head"
     gradients = padded * 256 + 256 * 64 * 256
     assert 2 * 32 * 64 * padded + 4 * gradients < found.logits < 2 * 32 * 64 * padded + 8 * gradients
     # Backward, of a pipeline that recomputes: the inputs of groups (two of three layers in two), what B hands to W,
