@@ -1,6 +1,6 @@
 """What a model's functions return, against what `Model` says of them: refused by name before anything runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.errors import ConfigError
+from jaxdist.layout import Leaf
 from jaxdist.models.base import Model, split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.parallel.collectives import varying_axes
-from jaxdist.params import Tree
+from jaxdist.params import Tree, joined
 
 
 def require_results(model: Model, at: Callable[[int], Context], outer: Tree, block: Tree, batch: Batch) -> jax.Array:
@@ -43,6 +44,36 @@ def require_results(model: Model, at: Callable[[int], Context], outer: Tree, blo
     loss = model.loss(at(2), outer, x, batch)
     _require(own, "loss", "one floating-point number, the summed loss", loss, _is_floating(loss) and not loss.shape)
     return x
+
+
+def require_values(model: Model, leaves: Sequence[Leaf]) -> None:
+    """Look at the shapes of a model's initial values. leaves: what it declares.
+
+    Raises: ConfigError where they are of other parameters, of another shape, or integers that would be trained.
+    """
+    of, values = type(of_adapters(model)).__name__, jax.eval_shape(model.initial_values, 0)
+    given = {joined(path): value for path, value in jax.tree.leaves_with_path(values)}
+    if other := sorted(given.keys() ^ {leaf.name for leaf in leaves}):
+        raise ConfigError(
+            f"`initial_values` of {of} {'with' if other[0] in given else 'without'} {other[0]}",
+            "must give a value of each declared parameter and of no other",
+            f"{'Leave it out' if other[0] in given else 'Add it'}, or declare it otherwise",
+        )
+    for leaf in leaves:
+        value = given[leaf.name]
+        if value.shape != leaf.shape:
+            raise ConfigError(
+                f"{leaf.name} of {list(value.shape)} from `initial_values` of {of}",
+                f"must be of the shape that is declared, {list(leaf.shape)}",
+                "Give it that shape",
+            )
+        fixed = leaf.param.frozen or leaf.param.update == "count"
+        if not fixed and not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ConfigError(
+                f"parameter {leaf.name} of {value.dtype}",
+                "must begin as floating-point numbers, since it is trained",
+                "Give it such values, or declare it frozen=True",
+            )
 
 
 def of_adapters(model: Model) -> Model:

@@ -655,6 +655,30 @@ def test_integers_are_no_parameters_that_are_trained():
     build_program(RunConfig(Counting(frozen=True)), make_abstract_mesh(MeshShape()))
 
 
+@dataclass(frozen=True)
+class Valued(Llama):
+    """Its initial values are what `change` makes of them."""
+
+    change: Callable = dict
+
+    def initial_values(self, seed):
+        return self.change(super().initial_values(seed))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda values: values | {"extra": values["head"]}, "`initial_values` of Valued with extra: must give"),
+        (lambda values: {name: x for name, x in values.items() if name != "head"}, "without head: must give"),
+        (lambda values: values | {"head": values["head"][:5]}, r"head of \[5, 64\] .* must be .* \[256, 64\]"),
+    ],
+)
+def test_initial_values_of_other_parameters_are_refused(change, match):
+    model = Valued(num_layers=2, change=change)
+    with pytest.raises(ConfigError, match=match):
+        build_program(RunConfig(model), make_abstract_mesh(MeshShape()))
+
+
 @pytest.mark.parametrize("dims", [("heads", "ffn"), ("layers", None)])
 def test_a_parameter_that_an_axis_would_split_twice_is_refused(dims):
     with pytest.raises(ConfigError, match=r"parameter blocks\.both with dims .* over (tp|pp)=2: .* one of them"):

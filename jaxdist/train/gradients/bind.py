@@ -7,11 +7,10 @@ import jax.numpy as jnp
 from jax import random
 
 from jaxdist.config import RunConfig
-from jaxdist.errors import ConfigError
-from jaxdist.layout import Layout, Leaf, split_outer
+from jaxdist.layout import Layout, split_outer
 from jaxdist.mesh import make_abstract_mesh
 from jaxdist.models.context import Batch, Context
-from jaxdist.models.results import of_adapters, require_results
+from jaxdist.models.results import of_adapters, require_results, require_values
 from jaxdist.parallel import collectives as comm
 from jaxdist.parallel.named_arrays import read_arrays
 from jaxdist.parallel.pipeline.lowering import lower
@@ -73,13 +72,13 @@ def require_sound(bound: ShardedModel) -> None:
     """Trace each of the model's functions once as a rank of the mesh calls it, whichever engine will, and its initial
     values; not of the library's own models.
 
-    Raises: ConfigError for a result that is not what `Model` says, and for integers that would be trained.
+    Raises: ConfigError for a result that is not what `Model` says, or values that are not what it declares.
     """
     config, mesh = bound.config, bound.layout.mesh
     model, dtype = config.model, config.precision.dtype
     if type(of_adapters(model)).__module__.startswith("jaxdist."):
         return
-    jax.tree.map(_require_floating, bound.layout.leaves, jax.eval_shape(model.initial_values, 0))
+    require_values(model, jax.tree.leaves(bound.layout.leaves))
     leaves = join(split_outer(bound.layout.leaves)[0], bound.layout.layer_leaves)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), leaves)
     specs = jax.tree.map(lambda leaf: spec_of(leaf.param, config.parallel), leaves)
@@ -95,13 +94,3 @@ def require_sound(bound: ShardedModel) -> None:
 
     run = jax.shard_map(body, mesh=make_abstract_mesh(mesh), in_specs=(specs, rows_spec(mesh)), out_specs=None)
     jax.eval_shape(run, params, Batch(tokens, tokens, numbers, tokens if config.mask_documents else None))
-
-
-def _require_floating(leaf: Leaf, value: jax.ShapeDtypeStruct) -> None:
-    fixed = leaf.param.frozen or leaf.param.update == "count"
-    if not fixed and not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ConfigError(
-            f"parameter {leaf.name} of {value.dtype}",
-            "must begin as floating-point numbers, since it is trained",
-            "Give it such values, or declare it frozen=True",
-        )
