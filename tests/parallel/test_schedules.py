@@ -55,6 +55,7 @@ def idle_inside(schedule: Schedule) -> int:
 @checked
 @given(made())
 def test_every_schedule_is_valid_and_complete(schedule):
+    assert dataclasses.replace(schedule, table=[list(row) for row in schedule.table]) == schedule
     validate(schedule)
     actions = [action for row in schedule.table for action in row if action is not None]
     assert len(actions) == 3 * schedule.num_microbatches * schedule.num_parts

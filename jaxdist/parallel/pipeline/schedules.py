@@ -73,6 +73,9 @@ class Schedule:
     send_latency: int = 1
     recompute: bool = False
 
+    def __post_init__(self):
+        object.__setattr__(self, "table", tuple(map(tuple, self.table)))  # lists too
+
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Phases that every micro-batch and part has one action of."""

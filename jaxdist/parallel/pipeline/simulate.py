@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -61,6 +62,7 @@ def check_action(schedule: Schedule, where: str, action: Action) -> None:
             )
 
 
+@lru_cache(maxsize=16)  # tables are simulated several times each
 def validate(schedule: Schedule) -> None:
     """Check that every action of every micro-batch and part runs once, after all its inputs have arrived.
 
