@@ -119,7 +119,9 @@ def _softmax_forward(vocab_size: int, one_pass: bool, logits_RV: jax.Array, targ
 
 
 def _softmax_backward(vocab_size: int, one_pass: bool, kept: tuple, d_R: jax.Array) -> tuple:
-    logits_RV, log_total_R, targets_R = kept
+    logits_RV, *rows = kept
+    # Else XLA:CPU holds another fp32 copy of a pipeline stage's logits.
+    log_total_R, targets_R, d_R = lax.optimization_barrier((*rows, d_R))
     wide_RV = _real_columns(vocab_size, logits_RV)
     one_hot_RV = (tensor.global_indices(logits_RV.shape[1]) == targets_R[:, None]).astype(wide_RV.dtype)
     d_RV = (jnp.exp(wide_RV - log_total_R[:, None]) - one_hot_RV) * d_R[:, None]

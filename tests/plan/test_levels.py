@@ -312,13 +312,12 @@ def test_the_compiler_emits_what_was_traced_or_less(name):
         assert row.why.startswith("equal"), row
 
 
-@pytest.mark.exhaustive
 def test_predicted_peak_is_near_the_compilers():
     # The whole table is `python -m experiments.bench levels`; its errors are in docs/plan.md.
-    model = GPT2Config(num_layers=4, width=128, num_heads=4, ffn_width=512, seq_len=128, vocab_size=2048)
+    model = GPT2Config(num_layers=2, width=64, num_heads=4, ffn_width=256, seq_len=128, vocab_size=8192)
     for mesh, more in [("tp=2", {"sp": True, "remat": "selective"}), ("pp=2", {})]:
         base = RunConfig(model=model, batch_size=8)
-        assert abs(levels(with_layout(base, mesh, more, "cpu"), "cpu").peak_error) < 0.10, mesh
+        assert abs(levels(with_layout(base, mesh, more, "cpu"), "cpu").peak_error) < 0.05, mesh
 
 
 @pytest.mark.parametrize(
