@@ -134,7 +134,6 @@ def declare(model: Model) -> dict:
             param,
             shape=(model.num_blocks, *param.shape),
             dims=("layers", *param.dims),
-            decay=param.decay,
             matrix=(None, *matrix) if matrix else matrix,
             real=None,
         )
