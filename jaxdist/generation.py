@@ -31,7 +31,6 @@ from jaxdist.parallel import collectives as comm
 from jaxdist.parallel import exchange
 from jaxdist.parallel.context_parallel import merge_bytes
 from jaxdist.parallel.sequence import SEQUENCE_DIM, Split
-from jaxdist.params import is_param
 from jaxdist.placement import spec_of
 from jaxdist.plan.parts import OneRank, traffic_of
 from jaxdist.plan.proof.trace import ring_bytes
@@ -135,7 +134,7 @@ class Generator:
         def shape(param, sharding):
             return jax.ShapeDtypeStruct(param.shape, self.dtype, sharding=sharding)
 
-        return jax.tree.map(shape, declare(self.model), shardings(self.mesh, self.specs), is_leaf=is_param)
+        return jax.tree.map(shape, declare(self.model), shardings(self.mesh, self.specs))
 
     def abstract_tokens(self, length: int | None = None) -> jax.ShapeDtypeStruct:
         """i32[B, length], or i32[B]."""
@@ -156,7 +155,7 @@ class Generator:
 
 def parameter_specs(model: Model, parallel: ParallelConfig) -> dict:
     """How parameters are split where text is generated: layers over pp, heads and widths over tp."""
-    return jax.tree.map(lambda param: spec_of(param, parallel), declare(model), is_leaf=is_param)
+    return jax.tree.map(lambda param: spec_of(param, parallel), declare(model))
 
 
 def build_generator(

@@ -80,13 +80,9 @@ def mask_rows(values: jax.Array, real: int) -> jax.Array:
     return jnp.where(rows < real, values, 0)
 
 
-def is_param(x) -> bool:
-    return isinstance(x, Param)
-
-
 def named_params(tree: Tree) -> list[tuple[str, Param]]:
     """(path, parameter) of every leaf, the path as in `blocks.attention.w_out`."""
-    return [(joined(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_param)]
+    return [(joined(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
 def joined(path: jax.tree_util.KeyPath) -> str:

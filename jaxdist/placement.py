@@ -14,7 +14,7 @@ from jaxdist.mesh import AXES, AXIS_OF_DIM, MAY_STAY_WHOLE, STATE_AXES, WORK_AXE
 from jaxdist.models.base import Model, declare
 from jaxdist.models.traced import parts_using
 from jaxdist.parallel.pipeline.schedules import Schedule
-from jaxdist.params import STACKED, Param, is_param, joined, named_params
+from jaxdist.params import STACKED, Param, joined, named_params
 from jaxdist.specs import drop_unit_axes
 from jaxdist.strategy import ParallelConfig
 
@@ -57,7 +57,7 @@ def make_layout(model: Model, parallel: ParallelConfig, part_layers: Sequence[in
             return leaf
         return dataclasses.replace(leaf, zero_dim=choose_zero_dim(leaf, first=int(in_layers)))
 
-    leaves = jax.tree.map_with_path(place, declared, is_leaf=is_param)
+    leaves = jax.tree.map_with_path(place, declared)
     return Layout(leaves, mesh, parallel.zero if parallel.sharded else 0, parallel.bucket_bytes)
 
 

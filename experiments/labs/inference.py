@@ -14,7 +14,6 @@ from jaxdist.models.cache import KeyValues, NextTokens, Prompts
 from jaxdist.models.declared import num_parameters
 from jaxdist.models.decoder import DecoderConfig
 from jaxdist.models.presets import PRESETS
-from jaxdist.params import is_param
 from jaxdist.parity import forward_logits
 from jaxdist.plan.collective_cost import collective_cost
 from jaxdist.plan.hardware import find_hardware
@@ -39,7 +38,7 @@ H100 = find_hardware("h100")
 
 def random_values() -> dict:
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda p: p.mean + 0.3 * rng.normal(size=p.shape), declare(MODEL), is_leaf=is_param)
+    return jax.tree.map(lambda p: p.mean + 0.3 * rng.normal(size=p.shape), declare(MODEL))
 
 
 def prompts() -> np.ndarray:

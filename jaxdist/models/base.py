@@ -17,7 +17,7 @@ from jax import random
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.context import Batch, Context
-from jaxdist.params import STACKED, Param, Tree, is_param, joined, named_params
+from jaxdist.params import STACKED, Param, Tree, joined, named_params
 from jaxdist.strategy import ParallelConfig
 
 
@@ -94,7 +94,7 @@ class Model(ABC):
             of_name = random.fold_in(key, zlib.crc32(joined(path).encode()))
             return param.draw(random.normal(of_name, param.shape, jnp.float32))
 
-        return jax.tree.map_with_path(values, declare(self), is_leaf=is_param)
+        return jax.tree.map_with_path(values, declare(self))
 
     def attention_for(
         self, asked: str, platform: str, dtype: str, *, training: bool, device: jax.Device | None = None
@@ -139,7 +139,7 @@ def declare(model: Model) -> dict:
         )
 
     block = merge_kinds(model, [model.block(kind) for kind in model.kinds])
-    declared = {**outer, STACKED: jax.tree.map(stack, block, is_leaf=is_param)}
+    declared = {**outer, STACKED: jax.tree.map(stack, block)}
     names = [name for name, _ in named_params(declared)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(

@@ -9,7 +9,7 @@ import jax
 from jaxdist.errors import ConfigError, divisors
 from jaxdist.mesh import AXIS_OF_DIM, MAY_STAY_WHOLE
 from jaxdist.models.base import Model, declare
-from jaxdist.params import is_param, named_params
+from jaxdist.params import named_params
 from jaxdist.strategy import ParallelConfig
 
 # Far above what anybody trains (1T parameters: 128 layers x 25,600), and low enough that products stay meaningful.
@@ -81,12 +81,12 @@ def _check_experts(model: Model, parallel: ParallelConfig) -> None:
 def decay_mask(model: Model) -> dict:
     """Whether weight decay applies to each trained parameter, as optax's `mask` takes it: to matrices and tables, and
     not to vectors, which a layer's are although they are stacked."""
-    return jax.tree.map(lambda p: None if p.frozen else p.decay, declare(model), is_leaf=is_param)
+    return jax.tree.map(lambda p: None if p.frozen else p.decay, declare(model))
 
 
 def abstract_values(model: Model, dtype: str) -> dict:
     """Shape and dtype of every parameter, at its global shape."""
-    return jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), declare(model), is_leaf=is_param)
+    return jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), declare(model))
 
 
 @cache

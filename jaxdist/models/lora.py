@@ -12,7 +12,7 @@ from jaxdist.models.base import Model, merge_kinds, split_kinds
 from jaxdist.models.context import Batch, Context
 from jaxdist.models.declared import BOUNDS
 from jaxdist.parallel.low_rank import LowRank
-from jaxdist.params import STACKED, Param, Tree, is_param, joined, named_params
+from jaxdist.params import STACKED, Param, Tree, joined, named_params
 from jaxdist.strategy import ParallelConfig
 
 ADAPTERS = "lora"  # the subtree of a layer that holds them
@@ -162,7 +162,7 @@ def _matrices(block: Tree) -> list[tuple[jax.tree_util.KeyPath, Param]]:
     """Matrices that may have adapters: neither experts' nor their router's."""
     return [
         (path, param)
-        for path, param in jax.tree.leaves_with_path(block, is_leaf=is_param)
+        for path, param in jax.tree.leaves_with_path(block)
         if len(param.shape) > 1 and param.decay and not {"experts", "choices"} & set(param.dims)
     ]
 
@@ -181,4 +181,4 @@ def _split(dims: tuple[str | None, ...]) -> tuple[str, ...]:
 
 
 def _frozen(tree: Tree) -> dict:
-    return jax.tree.map(lambda param: replace(param, frozen=True), tree, is_leaf=is_param)
+    return jax.tree.map(lambda param: replace(param, frozen=True), tree)

@@ -20,7 +20,6 @@ from jaxdist.generation import NO_TOKEN, Sampling, build_generator, bytes_per_to
 from jaxdist.mesh import make_abstract_mesh, make_mesh, parse_mesh
 from jaxdist.models.base import declare
 from jaxdist.models.cache import KeyValues, NextTokens
-from jaxdist.params import is_param
 from jaxdist.parity import forward_logits
 from jaxdist.plan.proof.trace import collectives_of, total_sent
 
@@ -58,7 +57,7 @@ def random_values(model) -> dict:
             values[param.real :] = 0
         return values
 
-    return jax.tree.map(draw, declare(model), is_leaf=is_param)
+    return jax.tree.map(draw, declare(model))
 
 
 def prompts_of(lengths=(5, 12, 9, 1)) -> list[np.ndarray]:

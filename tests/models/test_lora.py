@@ -25,7 +25,6 @@ from jaxdist.models.presets import PRESETS
 from jaxdist.models.registry import ModelFlags
 from jaxdist.parallel.low_rank import LowRank, merged
 from jaxdist.parallel.pipeline.split_backward import all_equations
-from jaxdist.params import is_param
 from jaxdist.parity import Observed, compare, observe, one_device, random_parameters, worst
 from jaxdist.placement import make_layout
 from jaxdist.plan.parts import work_of
@@ -198,11 +197,11 @@ def test_a_model_may_freeze_any_of_its_parameters(x64, references, layout):
 def test_a_step_of_a_model_that_is_frozen_is_refused():
     class Frozen(FrozenTable):
         def outer(self):
-            return jax.tree.map(lambda p: dataclasses.replace(p, frozen=True), GPT2Config.outer(self), is_leaf=is_param)
+            return jax.tree.map(lambda p: dataclasses.replace(p, frozen=True), GPT2Config.outer(self))
 
         def block(self, kind):
             tree = GPT2Config.block(self, kind)
-            return jax.tree.map(lambda p: dataclasses.replace(p, frozen=True), tree, is_leaf=is_param)
+            return jax.tree.map(lambda p: dataclasses.replace(p, frozen=True), tree)
 
     config = config_of(Frozen(**vars(GPT)), "dp=2", PrecisionConfig())
     program = build_program(config, make_abstract_mesh(config.parallel.mesh))
