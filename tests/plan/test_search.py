@@ -496,11 +496,12 @@ def test_each_phase_holds_what_it_is_said_to_hold():
         flat, _, _ = memory_of(mesh, 4, grad_sync="flat", zero=zero)
         assert PHASES[int(flat.phase[0])] == "the reduction of gradients" and flat.gradients == 2 * number
         assert flat.working == 4 * number + shard * number
-    # Matrices: the largest leaf as it came and as it is multiplied, in fp32 and here in bfloat16, and X X^T of each.
+    # Matrices: queries, keys and values of six layers as they came, in fp32, and as they are multiplied, here in
+    # bfloat16, and X X^T of each.
     muon = OptimizerConfig("muon", muon_bf16=True)
     found, _, _ = memory_of("replica=1", 1, optimizer=muon)
     assert PHASES[int(found.phase[0])] == "the update"
-    assert found.working == 6 * (256 * (4 + 2) * 1024 + 4 * 256**2)
+    assert found.working == 6 * 3 * (256 * 256 * (4 + 2) + 256**2 * 4)
     # The loss: logits, and the gradients of the table and of its input, beside the sum over micro-batches.
     found, number, config = memory_of("replica=2", 1024, accumulate=2, remat="block")
     padded = config.model.padded_vocab_size

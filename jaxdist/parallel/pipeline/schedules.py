@@ -74,7 +74,7 @@ class Schedule:
     recompute: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "table", tuple(map(tuple, self.table)))  # lists too
+        object.__setattr__(self, "table", tuple(map(tuple, self.table)))  # rows may be lists
 
     @property
     def phases(self) -> tuple[Phase, ...]:
